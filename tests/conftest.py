@@ -7,6 +7,7 @@ import socket
 import subprocess
 import sys
 import types
+from functools import cache, partial
 from importlib import metadata
 from pathlib import Path
 
@@ -75,22 +76,12 @@ def cannot_run(item: pytest.Item, vllm_can_run: bool) -> str:
     return ""
 
 
-@pytest.fixture(scope="session")
-def gsm8k() -> Path:
-    """Folder of the tiny GSM8K: data/ and model/."""
-    return MODELS / "gsm8k"
+def folder_of(task: str):
+    """A fixture, called like the task: the folder of its tiny models and data."""
+    return pytest.fixture(scope="session", name=task)(lambda: MODELS / task)
 
 
-@pytest.fixture(scope="session")
-def tldr() -> Path:
-    """Folder of the tiny TL;DR: data/, model/, reward/ and gold/."""
-    return MODELS / "tldr"
-
-
-@pytest.fixture(scope="session")
-def redteam() -> Path:
-    """Folder of the tiny red-teaming: model/, victim/, toxicity/ and sft.jsonl."""
-    return MODELS / "redteam"
+gsm8k, tldr, redteam = map(folder_of, ("gsm8k", "tldr", "redteam"))
 
 
 @pytest.fixture(scope="session")
@@ -105,11 +96,7 @@ def saved_run(gsm8k: Path, tmp_path_factory: pytest.TempPathFactory):
         without_searchers(patch)
         flags = {"steps": 2, "save_every": 1, "eval_every": 0, "eval_samples": 8}
         assert tba.main(arguments(gsm8k, made, **flags)) == 0
-
-    def copy(out: Path) -> Path:
-        return shutil.copytree(made, out)
-
-    return copy
+    return partial(shutil.copytree, made)
 
 
 @pytest.fixture(scope="session")
@@ -117,14 +104,8 @@ def model_of(gsm8k: Path, tmp_path_factory: pytest.TempPathFactory):
     """Function: architecture name -> folder of a random tiny model with the tiny tokenizer."""
     import tiny
 
-    made: dict[str, Path] = {}
-
-    def make(name: str) -> Path:
-        if name not in made:
-            made[name] = tiny.make_model(name, gsm8k / "model", tmp_path_factory.mktemp(name))
-        return made[name]
-
-    return make
+    new = lambda name: tiny.make_model(name, gsm8k / "model", tmp_path_factory.mktemp(name))
+    return cache(new)
 
 
 @pytest.fixture

@@ -88,16 +88,13 @@ def real_gpus() -> int:
     return 0 if on_virtual_gpus() else torch.cuda.device_count()
 
 
-def virtual_gpus(gpus: int = 1, **settings: object) -> dict[str, str]:
+def virtual_gpus(gpus: int) -> dict[str, str]:
     """Environment variables under which a run finds this many GPUs.
 
-    These are real ones if this machine has a GPU, else virtual ones, which no other run shares.
-    `settings` are of the virtual GPU alone: `memory_gb=4` sets VIRTUAL_GPU_MEMORY_GB
-    (tests/virtual_gpu/README.md). The calling test is skipped where the GPUs cannot be had.
+    These are real ones if this machine has a GPU, else virtual ones, which no other run shares. The
+    calling test is skipped where they cannot be had.
     """
     if real_gpus():
-        if settings:
-            pytest.skip("needs virtual GPUs, and this machine has real ones")
         if real_gpus() < gpus:
             pytest.skip(f"needs {gpus} GPUs")
         visible = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(gpus))))
@@ -106,9 +103,7 @@ def virtual_gpus(gpus: int = 1, **settings: object) -> dict[str, str]:
         pytest.skip(reason)
     name = f"{os.getpid()}-{len(VIRTUAL_MACHINES)}"
     VIRTUAL_MACHINES.append(name)
-    own = {"VIRTUAL_GPUS": str(gpus), "VIRTUAL_GPU_ID": name}
-    more = {f"VIRTUAL_GPU_{key.upper()}": str(value) for key, value in settings.items()}
-    return build.environment() | own | more
+    return build.environment() | {"VIRTUAL_GPUS": str(gpus), "VIRTUAL_GPU_ID": name}
 
 
 def forget_virtual_gpus() -> None:
@@ -119,11 +114,8 @@ def forget_virtual_gpus() -> None:
 
 
 @contextlib.contextmanager
-def local_cluster(nodes: int, cpus: int = 1, gpus: int = 0) -> Iterator:
-    """A Ray cluster at 127.0.0.1: a head node for the Trainer, and nodes with `cpus` CPUs each.
-
-    All GPUs are the head's.
-    """
+def local_cluster(nodes: int, gpus: int = 0) -> Iterator:
+    """A Ray cluster at 127.0.0.1: a head with all GPUs for the Trainer, and nodes of one CPU."""
     os.environ.update(  # read when Ray is imported
         RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER="0",  # nodes at 127.0.0.1
         RAY_health_check_period_ms="500",
@@ -133,9 +125,9 @@ def local_cluster(nodes: int, cpus: int = 1, gpus: int = 0) -> Iterator:
     from ray.cluster_utils import Cluster
 
     options = {"include_dashboard": False, "object_store_memory": 10**8}
-    head = options | {"num_cpus": 1, "num_gpus": gpus}
-    cluster = Cluster(initialize_head=True, head_node_args=head)
-    cluster.join = lambda: cluster.add_node(**options, num_cpus=cpus)
+    options["num_cpus"] = 1
+    cluster = Cluster(initialize_head=True, head_node_args=options | {"num_gpus": gpus})
+    cluster.join = lambda: cluster.add_node(**options)
     cluster.lose = lambda node: cluster.remove_node(node, allow_graceful=False)
     try:
         for _ in range(nodes):
@@ -237,16 +229,14 @@ class Run:
     under_way: ClassVar[list] = []
 
     def __init__(
-        self, out: Path, args: list[str], hooks: bool = True, notes: Path | None = None,
-        interpreter: bool = False, environment: dict[str, str] | None = None,
-        program: Path = ROOT / "tba.py",
+        self, out: Path, args: list[str], hooks: bool = True, interpreter: bool = False,
+        environment: dict[str, str] | None = None, program: Path = ROOT / "tba.py",
     ) -> None:  # fmt: skip
-        notes = notes or out.parent
-        self.out, self.faults = out, notes / f"{out.name}-faults"
+        self.out, self.faults = out, out.parent / f"{out.name}-faults"
         self.faults.mkdir(exist_ok=True)
         os.environ["TBA_FAULTS"] = str(self.faults)
         more = ["--plugin", str(HOOKS)] if hooks else []
-        self.log = open(notes / f"{out.name}.log", "a+")  # noqa: SIM115
+        self.log = open(out.parent / f"{out.name}.log", "a+")  # noqa: SIM115
         output = self.log, self.log
         self.process = start([*args, *more], *output, interpreter, environment, program)
         self.under_way.append(self)
@@ -256,7 +246,7 @@ class Run:
         self.log.seek(0)
         return self.log.read()
 
-    def until(self, done, what: str, alive: bool = True, seconds: float = PATIENCE) -> None:
+    def until(self, done, what: str, alive: bool = True) -> None:
         """Wait for a condition; fail with the run's output on a timeout or if the run ends."""
 
         def there() -> bool:
@@ -265,7 +255,7 @@ class Run:
             assert not alive or self.process.poll() is None, f"{what}\n{self.text()}"
             return False
 
-        wait_until(there, what, self.text, seconds)
+        wait_until(there, what, self.text)
 
     def latest(self) -> dict:
         """The metrics of the latest optimizer step."""
@@ -284,10 +274,9 @@ class Run:
         """The Searchers that have failed, in order, according to the run's warnings."""
         return [int(i) for i in re.findall(r"warning: Searcher (\d+) ", self.text())]
 
-    def ends(self, code: int, seconds: float = PATIENCE) -> str:
+    def ends(self, code: int) -> str:
         """Wait for the run to end; check its exit code and that nothing is left; return output."""
-        ended = lambda: self.process.poll() is not None
-        self.until(ended, "its end", alive=False, seconds=seconds)
+        self.until(lambda: self.process.poll() is not None, "its end", alive=False)
         assert self.process.returncode == code, self.text()
         self.gone()
         return self.text()
@@ -357,11 +346,7 @@ def endless(gsm8k: Path, out: Path, **flags: object) -> list[str]:
 def judges_of(path):
     """Flags of the tiny TL;DR or red-teaming's models."""
     if (path / "reward").exists():
-        return {
-            "task": "tldr",
-            "reward_model": path / "reward",
-            "gold_reward_model": path / "gold",
-        }
+        return {"task": "tldr", "reward_model": path / "reward", "gold_reward_model": path / "gold"}
     return {
         "task": "redteam",
         "dataset": None,
@@ -439,19 +424,18 @@ def random_groups(
 ) -> list[list[tba.Trajectory]]:
     """K random trajectories of each of B random prompts."""
     rng = np.random.default_rng(0)
-    groups = []
-    for prompt_id in first_prompt + rng.permutation(50)[:B]:
-        groups.append([])
-        for _ in range(K):
-            length = int(rng.integers(shortest, longest))
-            row = trajectory(
-                rng.integers(0, len(task.tokenizer), length),
-                ref_logprobs=-rng.uniform(0.1, 5, length).astype(np.float32),
-                reward=float(rng.integers(0, 2)),
-                prompt_id=int(prompt_id),
-            )
-            groups[-1].append(row)
-    return groups
+
+    def row(prompt_id: int) -> tba.Trajectory:
+        length = int(rng.integers(shortest, longest))
+        return trajectory(
+            rng.integers(0, len(task.tokenizer), length),
+            ref_logprobs=-rng.uniform(0.1, 5, length).astype(np.float32),
+            reward=float(rng.integers(0, 2)),
+            prompt_id=prompt_id,
+        )
+
+    prompts = (first_prompt + rng.permutation(50)[:B]).tolist()
+    return [[row(prompt_id) for _ in range(K)] for prompt_id in prompts]
 
 
 def without_searchers(patch: pytest.MonkeyPatch) -> None:

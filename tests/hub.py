@@ -79,17 +79,20 @@ class Handler(BaseHTTPRequestHandler):
     def log_message(self, *_: object) -> None:
         pass
 
-    def answer(self, status: int, body: bytes = b"", **headers: object) -> None:
+    def answer(self, status: int, body: bytes | list | dict = b"", **headers: object) -> None:
+        if not isinstance(body, bytes):
+            body = json.dumps(body).encode()
+            headers["Content_Type"] = "application/json"
         self.send_response(status)
         for name, value in headers.items():
             self.send_header(name.replace("_", "-"), str(value))
         self.send_header("Content-Length", str(len(body)))
         self.end_headers()
+        if self.command == "GET" and self.path.endswith(tuple(self.hub.broken)):
+            self.close_connection = True
+            body = body[: len(body) // 2]
         if self.command != "HEAD":
             self.wfile.write(body)
-
-    def answer_json(self, value: object) -> None:
-        self.answer(200, json.dumps(value).encode(), Content_Type="application/json")
 
     def do_GET(self) -> None:
         address = urlsplit(self.path)
@@ -114,30 +117,23 @@ class Handler(BaseHTTPRequestHandler):
         if found["verb"] == "resolve":
             return self.file(folder / found["path"], commit)
         if found["verb"] == "paths-info":
-            paths = [folder / path for path in self.wanted_paths()]
-            return self.answer_json([entry(folder, p) for p in paths if p.exists()])
+            form = parse_qs(self.rfile.read(int(self.headers["Content-Length"])).decode())
+            paths = [folder / path for path in form["paths"]]
+            return self.answer(200, [entry(folder, p) for p in paths if p.exists()])
         if found["verb"] == "tree":
             recursive = "true" in parse_qs(address.query).get("recursive", ["false"])[0].lower()
             place = folder / (found["path"] or "")
             if not place.is_dir():
                 return self.answer(404, X_Error_Code="EntryNotFound")
             paths = sorted(place.rglob("*") if recursive else place.iterdir())
-            return self.answer_json([entry(folder, path) for path in paths])
+            return self.answer(200, [entry(folder, path) for path in paths])
         files = [path for path in sorted(folder.rglob("*")) if path.is_file()]
         names = [{"rfilename": str(path.relative_to(folder))} for path in files]
         about = {"id": name, "sha": commit, "private": False, "siblings": names, "tags": []}
         about["gated"] = "manual" if name in self.hub.gated else False
-        return self.answer_json(about | {"lastModified": "2026-01-01T00:00:00.000Z"})
+        return self.answer(200, about | {"lastModified": "2026-01-01T00:00:00.000Z"})
 
     do_HEAD = do_POST = do_GET
-
-    def wanted_paths(self) -> list[str]:
-        """The paths in the form or the JSON of a POST request."""
-        body = self.rfile.read(int(self.headers["Content-Length"])).decode()
-        if "json" in self.headers.get("Content-Type", ""):
-            paths = json.loads(body)["paths"]
-            return paths if isinstance(paths, list) else [paths]
-        return parse_qs(body)["paths"]
 
     def file(self, path: Path, commit: str) -> None:
         """A file, or the range of it that is asked for."""
@@ -149,13 +145,6 @@ class Handler(BaseHTTPRequestHandler):
             "X_Repo_Commit": commit,
             "Accept_Ranges": "bytes",
         }
-        if path.name in self.hub.broken and self.command == "GET":
-            self.close_connection = True
-            self.send_response(200)
-            self.send_header("Content-Length", str(len(content)))
-            self.end_headers()
-            self.wfile.write(content[: len(content) // 2])
-            return None
         if given := re.fullmatch(r"bytes=(\d+)-(\d*)", self.headers.get("Range", "")):
             start = int(given[1])
             end = min(int(given[2] or len(content) - 1), len(content) - 1)

@@ -19,8 +19,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from harness import ROOT, arguments, config_and_task, judges_of, run_tba, wait_until
-from safetensors.torch import load_file, save_file
+from harness import ROOT, arguments, run_tba, wait_until
 
 import tba
 
@@ -257,13 +256,6 @@ def test_a_rule_that_lockstep_would_not_ask_is_refused(monkeypatch):
         assert refused_settings(lockstep=lockstep, recent_probability=m) == ""
 
 
-def test_variables_of_chat_templates_are_an_object():
-    for text in ("", "{}", '{"enable_thinking": false}'):
-        assert refused_settings(chat_template_kwargs=text) == ""
-    for text in ("{", "enable_thinking=false", "[]", "3", "null"):
-        assert refused_settings(chat_template_kwargs=text) == "chat_template_kwargs"
-
-
 def test_a_folder_is_locked_for_one_run(tmp_path, monkeypatch):
     """A file system without locks is no error; an empty folder is no run."""
     config = tba.settings(output_dir=str(tmp_path / "run"))
@@ -343,7 +335,6 @@ def outcome_of_run(
 
 
 def test_how_a_run_ends_decides_its_code_and_what_is_saved(monkeypatch):
-    """Every way to end, in every mode."""
     ways = [None, KeyboardInterrupt(15), KeyboardInterrupt(2), tba.RunEnded("x"), ValueError("y")]
     for raised, lockstep, lag, ranks, step, at_barrier in itertools.product(
         ways, (False, True), (0, 2), (1, 2), (0, 3), (False, True)
@@ -439,12 +430,7 @@ def test_threads_are_those_of_the_user_or_of_the_container(monkeypatch):
     for limit, cores in limits.items():
         said = lambda path, limit=limit: limit if "cpu.max" in str(path) else read(path)
         monkeypatch.setattr(tba.Path, "read_text", said)
-        for given, expected in {
-            "": max(1, cores // 4),
-            "3": 3,
-            "2,1": 2,
-            "many": cores // 4,
-        }.items():
+        for given, expected in {"": cores // 4, "3": 3, "2,1": 2, "many": cores // 4}.items():
             monkeypatch.setenv("OMP_NUM_THREADS", given)
             assert tba.cpu_threads(tba.settings(num_searchers=3)) == max(1, expected)
 
@@ -489,42 +475,31 @@ def test_a_user_without_a_home_gets_one(tmp_path, monkeypatch):
         assert (os.environ["HOME"], os.environ["HF_HOME"]) == ("/new", expected)
 
 
-def test_a_mistake_is_told_once_on_each_machine(capsys, monkeypatch):
-    for rank, lines in (("0", 1), ("1", 0)):
-        monkeypatch.setenv("LOCAL_RANK", rank)
-        with pytest.raises(SystemExit):
-            tba.exit_with_error("x")
-        assert capsys.readouterr().err.count("\n") == lines
-
-
-def judges_with(files, **flags):
-    """Flags of a task with judges, of which these are the last."""
-    return {name: x for name, x in judges_of(files).items() if name not in flags} | flags
-
-
-MISTAKES = [  # test_odd_inputs.py has those of flags, data and policies
-    {"replay_rule": "oldest"}, {"eval_dataset": "missing.csv"}, {"plugin": "missing.py"},
-    {"resume": "/nowhere/run"}, {"searched_per_prompt": 4}, {"max_response_tokens": 4000},
-    {"report_to": "wandb"}, {"output_dir": "x" * 300},
-]  # fmt: skip
-OF_REDTEAM = {
-    "attacker_prompt": "", "explore_low": 3, "min_attack_tokens": 33,
-    "victim_max_tokens": 250,  # of 256
+MISTAKES = {  # test_odd_inputs.py has those of flags, data, policies and judges
+    "replay_rule": "oldest", "eval_dataset": "missing.csv", "plugin": "missing.py",
+    "resume": "/nowhere/run", "searched_per_prompt": 4, "max_response_tokens": 4000,
+    "report_to": "wandb", "output_dir": "x" * 300,
 }  # fmt: skip
 
 
-def test_mistakes_are_told_in_one_line_and_leave_nothing(gsm8k, redteam, tmp_path, capsys):
+def test_mistakes_are_told_in_one_line_and_leave_nothing(gsm8k, tmp_path, capsys, monkeypatch):
     out = tmp_path / "run"
-    cases = [(gsm8k, mistake) for mistake in MISTAKES]
-    if not tba.vllm_can_run():
-        cases.append((gsm8k, {"engine": "vllm"}))
-    for name, value in OF_REDTEAM.items():
-        cases.append((redteam, judges_with(redteam, **{name: value})))
-    for files, mistake in cases:
-        line = refused(arguments(files, out, **mistake), capsys)
-        name, value = list(mistake.items())[-1]
+    mistakes = MISTAKES if tba.vllm_can_run() else MISTAKES | {"engine": "vllm"}
+    for name, value in mistakes.items():
+        line = refused(arguments(gsm8k, out, **{name: value}), capsys)
         assert f"--{name}" in line and str(value) in line
         assert not out.exists()
+
+    def no_key(*args, **kwargs):
+        raise RuntimeError("No API key configured.")
+
+    monkeypatch.setattr(tba.Accelerator, "init_trackers", no_key)
+    line = refused(arguments(gsm8k, out, report_to="tensorboard"), capsys)
+    assert "--report_to tensorboard: No API key" in line
+    monkeypatch.setenv("LOCAL_RANK", "1")  # a machine's other ranks are silent
+    with pytest.raises(SystemExit, match="2"):
+        tba.exit_with_error("x")
+    assert capsys.readouterr().err == ""
 
 
 def test_a_mistake_ends_the_program_with_code_2(gsm8k, tmp_path):
@@ -541,15 +516,6 @@ def test_other_versions_of_python_are_refused():
         assert done.stderr.count("\n") == 1
 
 
-def test_a_tracker_that_cannot_start_is_told_in_one_line(gsm8k, tmp_path, capsys, monkeypatch):
-    def no_key(*args, **kwargs):
-        raise RuntimeError("No API key configured.")
-
-    monkeypatch.setattr(tba.Accelerator, "init_trackers", no_key)
-    line = refused(arguments(gsm8k, tmp_path / "run", report_to="tensorboard"), capsys)
-    assert "--report_to tensorboard: No API key" in line
-
-
 def full(path, text):
     """Write to a full disk."""
     path.write_bytes(text[:1000].encode())
@@ -561,14 +527,7 @@ def test_a_folder_of_checkpoints_without_logs_holds_a_run(
 ):
     out = saved_run(tmp_path / "run")
     assert "--output_dir" in refused(arguments(gsm8k, out), capsys)
-    other = changed(gsm8k / "model", tmp_path / "other")
-    assert f"--model {other}" in refused(["--resume", out, "--model", other], capsys)
-    plugin = tmp_path / "same.py"
-    plugin.write_text("import tba\n\ntba.TASKS['same'] = type('Same', (tba.GSM8K,), {})\n")
-    assert "--task same" in refused(["--resume", out, "--plugin", plugin, "--task", "same"], capsys)
     assert "--output_dir" in refused(["--resume", out, "--output_dir", tmp_path / "b"], capsys)
-    data = gsm8k / "data" / "test.jsonl"
-    assert "--dataset" in refused(["--resume", out, "--dataset", data], capsys)
     record = (out / "config.json").read_text()
     given = tba.parse(["--resume", str(out)])
     with monkeypatch.context() as patch, pytest.raises(tba.InputError):
@@ -650,66 +609,6 @@ def test_a_launchers_or_schedulers_variables_change_nothing_or_are_refused(gsm8k
     assert "WORLD_SIZE" in err.splitlines()[-1]
 
 
-def without_second_layer(tensors):
-    return {name: tensor for name, tensor in tensors.items() if "layers.1." not in name}
-
-
-def changed(model, out, weights=lambda tensors: tensors, **settings):
-    """A copy of a model's folder: `weights` maps its tensors, `settings` change its config.json."""
-    shutil.copytree(model, out)
-    tensors = weights(load_file(out / "model.safetensors"))
-    save_file(tensors, out / "model.safetensors", metadata={"format": "pt"})
-    config = json.loads((out / "config.json").read_text())
-    (out / "config.json").write_text(json.dumps(config | settings))
-    return out
-
-
-def test_a_policy_may_have_an_attention_window_or_an_encoders_fields(gsm8k, tmp_path, capsys):
-    """A window skips no prompt; older libraries wrote the other fields for decoders, too."""
-    window = {"model_type": "mistral", "sliding_window": 32}
-    fields = {"is_decoder": False, "add_cross_attention": False}
-    _, plain = config_and_task(gsm8k, tmp_path / "run")
-    for i, (settings, packs) in enumerate([(window, False), (fields, True)]):
-        model = changed(gsm8k / "model", tmp_path / f"model{i}", **settings)
-        _, task = config_and_task(gsm8k, tmp_path / "run", model=model)
-        assert capsys.readouterr().err.count("one response per row") == (not packs)
-        assert task.packs == packs and len(task.train_prompts) == len(plain.train_prompts)
-
-
-def test_judges_and_victims_of_another_kind_or_in_part_are_refused(
-    gsm8k, tldr, redteam, tmp_path, capsys
-):
-    """A policy as a reward model, the reverse, an adapter beside its base, a guard's verdict."""
-    out = tmp_path / "run"
-    count = itertools.count()
-    copy = lambda model, *args, **settings: changed(  # a changed copy
-        model, tmp_path / f"model{next(count)}", *args, **settings
-    )
-    adapter = copy(gsm8k / "model")
-    (adapter / "adapter_config.json").write_text("{}")
-    # labels that do not exclude each other are not read by a softmax
-    independent = {"problem_type": "multi_label_classification"}
-    cases = [
-        (gsm8k, {"model": adapter}, "adapter"),
-        (tldr, judges_with(tldr, model=tldr / "reward"), "--model"),
-        (tldr, judges_with(tldr, reward_model=copy(tldr / "model", id2label={0: "s"})), ""),
-        (redteam, judges_with(redteam, toxicity_model=redteam / "victim", toxicity_label=None),
-            "--toxicity_label"),
-    ]  # fmt: skip
-    toxicity = copy(redteam / "toxicity", **independent)
-    cases.append((redteam, judges_with(redteam, toxicity_model=toxicity), ""))
-    for files in (tldr, redteam):
-        for name, folder in judges_of(files).items():
-            if name.endswith("_model"):
-                part = copy(folder, without_second_layer)
-                cases.append((files, judges_with(files, **{name: part}), ""))
-    for files, flags, said in cases:
-        line = refused(arguments(files, out, **flags), capsys)
-        name, value = list(flags.items())[-1]
-        assert (said or f"--{name} {value}") in line
-    assert not out.exists()
-
-
 @pytest.mark.slow
 @pytest.mark.root
 def test_the_first_command_of_a_user_without_name_and_home():
@@ -722,14 +621,11 @@ def test_the_first_command_of_a_user_without_name_and_home():
         pytest.skip("another user cannot run this Python")
     with tempfile.TemporaryDirectory() as folder:
         os.chown(folder, 12345, 12345)
-
-        given = {"PYTHON": sys.executable, "OMP_NUM_THREADS": 1, "TMPDIR": folder}
+        given = {"PYTHON": sys.executable, "OMP_NUM_THREADS": "1", "TMPDIR": folder}
         given["HF_HOME"] = "/proc"  # it is read-only
-        variables = [f"{name}={value}" for name, value in given.items()]
-        command = ["bash", str(ROOT / "run_gsm8k.sh"), "--tiny", "--steps", "1"]
+        command = [*user, "bash", str(ROOT / "run_gsm8k.sh"), "--tiny", "--steps", "1"]
         command += "--eval_samples 8 --output_dir run --engine transformers".split()
-        parts = [*user, "env", "-i", *variables, *command]
-        ended = subprocess.run(parts, cwd=folder, capture_output=True, text=True)
+        ended = subprocess.run(command, cwd=folder, env=given, capture_output=True, text=True)
         said = ended.stderr
         assert ended.returncode == 0 and "Traceback" not in said, said
         assert "warning" not in said.lower(), said

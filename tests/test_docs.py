@@ -34,15 +34,8 @@ def test_every_promise_names_tests_that_exist():
     assert [promise for promise in promises if promise not in rows] == []
 
 
-# ---------------------------------------------------------------------------------------- links
-
-
 def sections(text: str) -> dict[str, str]:
-    """Each heading's anchor, as GitHub forms it, -> the text up to the next heading as high.
-
-    >>> sections("# A run's folder\\nText")
-    {'a-runs-folder': "# A run's folder\\nText"}
-    """
+    """Each heading's anchor, as GitHub forms it, -> the text up to the next heading as high."""
     text = CODE_BLOCK.sub("", text)
     found = {}
     for heading in re.finditer(r"^(#+) (.*)$", text, re.MULTILINE):
@@ -76,16 +69,10 @@ def test_numbers_of_the_readme_stand_in_the_results():
         assert numbers_of(" ".join(numbers)) <= numbers_of(there), row
 
 
-# --------------------------------------------------------------------------- commands and flags
-
-
 def defined_in(*texts: str) -> set[str]:
     """Names of the flags that these Python texts define."""
-    found = set()
-    for text in texts:
-        found |= set(re.findall(r'add_argument\(\s*"--(\w+)"', text))
-        found |= set(re.findall(r"^    (\w+): .* = (?:tba\.)?(?:flag|schedule)\(", text, re.M))
-    return found
+    forms = r'add_argument\(\s*"--(\w+)"|^    (\w+): .* = (?:tba\.)?(?:flag|schedule)\('
+    return {a or b for a, b in re.findall(forms, "\n".join(texts), re.MULTILINE)}
 
 
 PROGRAMS = {path.name: path.read_text() for path in (ROOT / "bench").glob("*.py")}
@@ -135,9 +122,6 @@ def test_commands_and_flags_exist(path):
             values = [word for word in words if word != "--tiny"]
             others = PARSER.parse_known_args(values)[1]
             assert name.startswith("run_") or not others, code
-
-
-# -------------------------------------------------------------------------------------- metrics
 
 
 def test_metrics_in_the_docs_exist():

@@ -8,21 +8,9 @@ import subprocess
 import sys
 import time
 
+import harness
 import pytest
-from harness import (
-    PATIENCE,
-    ROOT,
-    Run,
-    arguments,
-    judges_of,
-    local_cluster,
-    processes_of,
-    real_gpus,
-    run_tba,
-    steps_of,
-    virtual_gpus,
-    wait_until,
-)
+from harness import PATIENCE, ROOT, Run, arguments, real_gpus, run_tba, steps_of, virtual_gpus
 from test_ranks import TORCHRUN
 
 from tba import read_lines
@@ -40,8 +28,27 @@ def learning(gsm8k, out, **flags):
     return arguments(gsm8k, out, **(settings | flags))
 
 
-def accuracies(out):
-    return [record["accuracy"] for record in read_lines(out / "eval.jsonl")]
+def learns(out, gain):
+    """Whether held-out accuracy rises by more than this."""
+    before, after = (record["accuracy"] for record in read_lines(out / "eval.jsonl"))
+    return after > before + gain
+
+
+def largest_gap(out):
+    return max(m["logprob_gap"] for m in read_lines(out / "metrics.jsonl"))
+
+
+def python(*command, environment):
+    """Run Python to its end; returns the ended process."""
+    return subprocess.run(
+        [sys.executable, *command], env=os.environ | environment, capture_output=True, text=True,
+        timeout=4 * PATIENCE,
+    )  # fmt: skip
+
+
+def two_ranks(args, environment):
+    """Run two ranks to their end; returns the ended launcher."""
+    return python("-m", *TORCHRUN.split(), ROOT / "tba.py", *args, environment=environment)
 
 
 # ---------------------------------------------------------------------------------- whole runs
@@ -51,10 +58,8 @@ def test_one_gpu_for_trainer_and_searcher_in_bfloat16(gsm8k, tmp_path):
     out = tmp_path / "run"
     flags = {"dtype": "auto", "num_searchers": None}
     run_tba(learning(gsm8k, out, **flags), environment=virtual_gpus(1))
-    metrics = read_lines(out / "metrics.jsonl")
-    assert max(m["logprob_gap"] for m in metrics) < 0.5 and metrics[0]["gpu_memory_gib"] > 0
-    before, after = accuracies(out)
-    assert after > before + 0.3
+    assert largest_gap(out) < 0.5 and learns(out, 0.3)
+    assert read_lines(out / "metrics.jsonl")[0]["gpu_memory_gib"] > 0
 
 
 def test_several_gpus_send_weights_with_nccl(gsm8k, tmp_path):
@@ -64,28 +69,19 @@ def test_several_gpus_send_weights_with_nccl(gsm8k, tmp_path):
         environment["VIRTUAL_GPU_LOG"] = str(log)
     flags = {"num_searchers": None, "steps": 10, "sync_every": 1}
     run_tba(learning(gsm8k, out, **flags), environment=environment)
-    metrics = read_lines(out / "metrics.jsonl")
-    assert max(m["logprob_gap"] for m in metrics) < 1e-3
-    assert metrics[-1]["version"] > 0 and metrics[-1]["searchers_alive"] == 3
-    before, after = accuracies(out)
-    assert after > before + 0.2
+    assert largest_gap(out) < 1e-3 and learns(out, 0.2)
+    last = read_lines(out / "metrics.jsonl")[-1]
+    assert last["version"] > 0 and last["searchers_alive"] == 3
     assert real_gpus() or "NCCL rank 3 of 4 has joined" in log.read_text()
 
 
 def test_two_ranks_compute_what_one_does(gsm8k, tmp_path):
     """A policy sharded over two GPUs by FSDP2, and a Searcher on a third, in lockstep."""
-    out = tmp_path / "run"
     flags = {"lockstep": True, "num_searchers": None, "steps": 3, "save_every": 3}
-    args = learning(gsm8k, out, **flags)
-    launcher = "torch.distributed.run --nproc_per_node 2 --master_port 0 --standalone".split()
-    command = [sys.executable, "-m", *launcher, str(ROOT / "tba.py"), *args]
-    done = subprocess.run(
-        command, env={**os.environ, **virtual_gpus(3)}, stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT, text=True, timeout=PATIENCE,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stdout
+    done = two_ranks(learning(gsm8k, tmp_path / "two", **flags), virtual_gpus(3))
+    assert done.returncode == 0, done.stdout + done.stderr
     run_tba(learning(gsm8k, tmp_path / "one", **flags), environment=virtual_gpus(1))
-    one, two = (read_lines(folder / "metrics.jsonl") for folder in (tmp_path / "one", out))
+    one, two = (read_lines(tmp_path / name / "metrics.jsonl") for name in ("one", "two"))
     for name in ("loss", "grad_norm", "kl", "reward"):
         assert two[0][name] == pytest.approx(one[0][name], rel=2e-3, abs=2e-3)
 
@@ -122,13 +118,10 @@ def test_vllm_on_one_gpu(gsm8k, tmp_path, dtype):
     if not real_gpus():
         flags |= {"steps": 2, "sync_every": 1} | ignoring_numbers(tmp_path)
     run_tba(learning(gsm8k, out, **flags), environment=virtual_gpus(1))
-    metrics = read_lines(out / "metrics.jsonl")
     config = json.loads((out / "config.json").read_text())["config"]
-    assert len(metrics) == config["steps"]
+    assert steps_of(out) == config["steps"]
     if real_gpus():
-        assert max(m["logprob_gap"] for m in metrics) < (1e-3 if dtype == "float32" else 0.5)
-        before, after = accuracies(out)
-        assert after > before + 0.3
+        assert largest_gap(out) < (1e-3 if dtype == "float32" else 0.5) and learns(out, 0.3)
 
 
 # ------------------------------------------------------------- devices, ranks, memory, checkpoints
@@ -215,8 +208,7 @@ def gpu_names(environment):
     """UUIDs of the GPUs, by index."""
     code = "import torch\nfor i in range(torch.cuda.device_count()):\n"
     code += "    print('GPU-' + str(torch.cuda.get_device_properties(i).uuid))"
-    command = [sys.executable, "-c", code]
-    return subprocess.check_output(command, text=True, env=os.environ | environment).split()
+    return python("-c", code, environment=environment).stdout.split()
 
 
 def test_the_order_of_visible_gpus_is_kept_and_searchers_may_share_one(gsm8k, tmp_path):
@@ -234,16 +226,8 @@ def test_the_order_of_visible_gpus_is_kept_and_searchers_may_share_one(gsm8k, tm
 def test_a_run_resumes_on_other_numbers_of_gpus_and_ranks(gsm8k, tmp_path):
     out = tmp_path / "run"
     flags = {"steps": 2, "eval_every": 0, "eval_samples": 8, "num_searchers": None}
-    command = [sys.executable, "-m", *TORCHRUN.split(), str(ROOT / "tba.py")]
-    command += arguments(gsm8k, out, **flags)
-    log = tmp_path / "ranks.log"
-    with open(log, "w") as file:
-        process = subprocess.Popen(
-            command, stdout=file, stderr=subprocess.STDOUT, start_new_session=True,
-            env=os.environ | virtual_gpus(4),
-        )  # fmt: skip
-    assert process.wait(PATIENCE) == 0, log.read_text()
-    wait_until(lambda: not processes_of(process.pid), "every process gone")
+    done = two_ranks(arguments(gsm8k, out, **flags), virtual_gpus(4))
+    assert done.returncode == 0, done.stdout + done.stderr
     for steps, gpus in ((4, 1), (6, 4)):
         run_tba(["--resume", str(out), "--steps", str(steps)], environment=virtual_gpus(gpus))
     metrics = read_lines(out / "metrics.jsonl")
@@ -264,12 +248,7 @@ def test_out_of_memory_restarts_a_searcher_and_ends_the_trainer(gsm8k, tmp_path)
 
 
 def test_ranks_without_a_gpu_each_are_an_error(gsm8k, tmp_path):
-    command = [sys.executable, "-m", *TORCHRUN.split(), str(ROOT / "tba.py")]
-    command += arguments(gsm8k, tmp_path / "run")
-    environment = os.environ | virtual_gpus(1)
-    done = subprocess.run(
-        command, capture_output=True, text=True, env=environment, timeout=PATIENCE
-    )
+    done = two_ranks(arguments(gsm8k, tmp_path / "run"), virtual_gpus(1))
     assert done.returncode and not (tmp_path / "run").exists()
     assert done.stderr.count("tba.py: error: WORLD_SIZE 2") == 1
 
@@ -281,7 +260,7 @@ def test_searchers_of_a_cluster_have_the_gpus_that_the_trainer_leaves(gsm8k, tmp
     out = tmp_path / "run"
     flags = {"eval_every": 0, "eval_samples": 8, "num_searchers": None, "dtype": "auto"}
     flags["lockstep"] = True  # waits for all Searchers, also on this node with a single CPU
-    with local_cluster(0, gpus=3) as cluster:
+    with harness.local_cluster(0, gpus=3) as cluster:
         args = arguments(gsm8k, out, cluster=cluster.address, **flags)
         run_tba(args, environment={})
     metrics = read_lines(out / "metrics.jsonl")
@@ -291,45 +270,38 @@ def test_searchers_of_a_cluster_have_the_gpus_that_the_trainer_leaves(gsm8k, tmp
 
 def test_gpu_check_on_virtual_gpus(tmp_path):
     """What it says of speed, and of vLLM's kernels, means nothing there."""
-    command = [sys.executable, ROOT / "bench" / "gpu_check.py"]
-    options = {"capture_output": True, "text": True, "timeout": 3 * PATIENCE}
-    environment = os.environ | virtual_gpus(2)
+    check, environment = ROOT / "bench" / "gpu_check.py", virtual_gpus(2)
     flags = ["nccl", "step", "--logs", tmp_path, "--minutes", "600"]
-    done = subprocess.run([*command, *flags], env=environment, **options)
+    done = python(check, *flags, environment=environment)
     report = done.stdout.split("```")[1]
     assert re.search(r"^\| broadcast to 1 GPU\(s\) \| [\d.]+ GB/s", report, re.MULTILINE)
     for dtype in ("float32", "bfloat16"):
         assert re.search(rf"^\| step, {dtype} \| .* \| ok \|$", report, re.MULTILINE), done.stderr
     profile = ["--part", "profile", tmp_path / "model", "4096"]
-    done = subprocess.run([*command, *profile], env=environment, **options)
+    done = python(check, *profile, environment=environment)
     wall, *times = map(float, done.stdout.partition("result:")[2].split())
     assert len(times) == 7 and times[-2] > 0 and 0.1 * wall < sum(times) < 1.1 * wall
 
 
-def test_gpu_check_without_time_a_compiler_or_a_gpu(tmp_path):
-    command = [sys.executable, ROOT / "bench" / "gpu_check.py", "--logs", tmp_path]
-    options = {"capture_output": True, "text": True, "timeout": PATIENCE}
-    environment = {key: value for key, value in os.environ.items() if key != "CC"}
-    environment |= virtual_gpus(1)
-    done = subprocess.run([*command, "--minutes", "0.001"], env=environment, **options)
+def test_gpu_check_without_time_a_compiler_or_a_gpu(tmp_path, monkeypatch):
+    command = [ROOT / "bench" / "gpu_check.py", "--logs", tmp_path]
+    monkeypatch.delenv("CC", raising=False)
+    environment = virtual_gpus(1)
+    done = python(*command, "--minutes", "0.001", environment=environment)
     assert done.returncode == 0, done.stderr
     for name in ("kernels", "step", "races", "size", "redteam"):
         assert f"\n| {name} | not run: time | " in done.stdout
     assert "gpu_check.py kernels step races size redteam\n" in done.stdout
-    empty = environment | {"PATH": str(tmp_path)}
-    done = subprocess.run(command, env=empty, **options)
-    assert done.returncode == 3 and "apt install gcc python3-dev" in done.stdout
-    done = subprocess.run(command, env=environment | {"CUDA_VISIBLE_DEVICES": ""}, **options)
-    assert done.returncode == 3 and "a GPU" in done.stdout
+    lacking = {"PATH": (str(tmp_path), "apt install gcc python3-dev")}
+    lacking["CUDA_VISIBLE_DEVICES"] = "", "a GPU"
+    for name, (value, needs) in lacking.items():
+        done = python(*command, environment=environment | {name: value})
+        assert done.returncode == 3 and needs in done.stdout
 
 
 def test_a_step_asks_of_a_gpu_what_the_docs_say():
     """Launches, synchronizations, bytes and memory, counted by bench/gpu_counts.py."""
-    command = [sys.executable, ROOT / "bench" / "gpu_counts.py"]
-    environment = os.environ | virtual_gpus(1)
-    done = subprocess.run(
-        command, env=environment, capture_output=True, text=True, timeout=4 * PATIENCE
-    )
+    done = python(ROOT / "bench" / "gpu_counts.py", environment=virtual_gpus(1))
     rows = re.findall(r"^\| .*", done.stdout, re.MULTILINE)
     assert len(rows) == 14, done.stderr
     documented = (ROOT / "docs" / "operations.md").read_text()
@@ -340,11 +312,10 @@ def test_a_step_asks_of_a_gpu_what_the_docs_say():
         assert [*map(float, values)] == pytest.approx([*map(float, expected)], rel=0.02), name
 
 
-def test_the_fused_norm_has_the_gradients_of_the_plain_one(tmp_path):
+def test_the_fused_norm_has_the_gradients_of_the_plain_one():
     """Its kernel has no CPU version, so a virtual GPU has one of its own."""
-    script = tmp_path / "norms.py"
-    script.write_text(NORMS)
-    subprocess.run([sys.executable, script], env=os.environ | virtual_gpus(1), check=True)
+    done = python("-c", NORMS, environment=virtual_gpus(1))
+    assert done.returncode == 0, done.stderr
 
 
 # ------------------------------------------------------------------------- faults of transfers
@@ -406,6 +377,13 @@ def test_only_the_member_that_hangs_or_dies_is_restarted(gsm8k, tmp_path, librar
         """The versions that were sent; a transfer begins only once the previous one is over."""
         return {m["version"] for m in read_lines(out / "metrics.jsonl")}
 
+    def hang(where):
+        """Wait until a member hangs; returns the versions that were sent before."""
+        hangs.unlink(missing_ok=True)
+        (run.faults / f"hang-{where}").touch()
+        run.until(hangs.exists, f"a member that hangs in {where}")
+        return versions()
+
     def next_versions():
         """Wait until every Searcher has newer weights."""
         last = steps_of(out)
@@ -419,9 +397,7 @@ def test_only_the_member_that_hangs_or_dies_is_restarted(gsm8k, tmp_path, librar
     run.until(sent, "groups of all")
     run.reaches(steps_of(out) + 2)
     # the others, which wait for one, go on as soon as it has ended
-    (run.faults / "hang-broadcast").touch()
-    run.until(hangs.exists, "a member that does not come")
-    before = versions()
+    before = hang("broadcast")
     kill(1)
     (run.faults / "hang-broadcast").unlink()
     ended = time.monotonic()
@@ -430,10 +406,7 @@ def test_only_the_member_that_hangs_or_dies_is_restarted(gsm8k, tmp_path, librar
     next_versions()
     assert run.failed() == [1]
     # after --transfer_timeout they go on without one that does not come, until it does
-    hangs.unlink()
-    (run.faults / "hang-broadcast").touch()
-    run.until(hangs.exists, "a member that does not come")
-    before = versions()
+    before = hang("broadcast")
     run.until(lambda: len(versions() - before) >= 3, "newer weights of the others")
     assert "suspected: Searcher 1\n" in run.text()
     (run.faults / "hang-broadcast").unlink()
@@ -504,10 +477,10 @@ def test_two_vllm_engines_in_a_process_keep_their_cuda_graphs(redteam, tmp_path)
     """On a virtual GPU their kernels compute nothing."""
     out = tmp_path / "run"
     flags = {"engine": "vllm", "steps": 2, "max_response_tokens": 16, "sequences_in_flight": 16}
-    flags |= {"eval_samples": 4, "gpu_memory_utilization": 0.4} | judges_of(redteam)
+    flags |= {"eval_samples": 4, "gpu_memory_utilization": 0.4} | harness.judges_of(redteam)
     flags["searcher_timeout"] = 4 * PATIENCE  # both engines compile their kernels first
     if not real_gpus():
         flags |= ignoring_numbers(tmp_path)
     args = arguments(redteam, out, **flags)
     run_tba(args, environment=virtual_gpus(1), timeout=4 * PATIENCE)
-    assert len(read_lines(out / "metrics.jsonl")) == 2
+    assert steps_of(out) == 2

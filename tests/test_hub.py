@@ -121,13 +121,9 @@ def write_files_of_the_docs(folder):
 
 def unwanted(hub) -> list[str]:
     """Requests for files that are not read."""
-    other = "|".join(
-        (
-            r"resolve/.*(\.(h5|onnx|ot|pth)|original/|openvino/|training_args|socratic)",
-            r"(gpt2|MiniLM-L6-v2)/resolve/.*\.bin",  # they have safetensors
-            r"EleutherAI/.*\.safetensors(?!\.index)",  # its tokenizer is used
-        )
-    )
+    other = r"resolve/.*(\.(h5|onnx|ot|pth)|original/|openvino/|training_args|socratic)"
+    other += r"|(gpt2|MiniLM-L6-v2)/resolve/.*\.bin"  # they have safetensors
+    other += r"|EleutherAI/.*\.safetensors(?!\.index)"  # its tokenizer is used
     return [request for request in hub.requests if re.search(other, request)]
 
 
@@ -210,10 +206,10 @@ def test_what_hf_download_has_loaded_is_there_offline(hub, monkeypatch):
         hf = Path(sys.executable).with_name("hf")
         subprocess.run([hf, "download", *names], check=True, capture_output=True)
 
-    hub.broken.add("model-00002-of-00002.safetensors")
-    assert re.match(r"the download failed \(.*\); try again", refused(gsm8k_args(), "model"))
-    hub.broken = {"test-00000-of-00001.parquet"}
-    assert re.match(r"the download failed \(.*\); try again", refused(gsm8k_args(), "dataset"))
+    files = {"model": "model-00002-of-00002.safetensors", "dataset": "test-00000-of-00001.parquet"}
+    for flag, file in files.items():
+        hub.broken = {file}
+        assert re.match(r"the download failed \(.*\); try again", refused(gsm8k_args(), flag))
     hub.broken.clear()
     download("--repo-type", "dataset", DATASET.split(":")[0])
     download(MODEL)

@@ -1,4 +1,4 @@
-"""Data, tokenizers and model folders as people have them: some 300 cases.
+"""Data, tokenizers and model folders as people have them: some 330 cases.
 
 Each is made in a temporary folder and goes through everything that tba.py does before it loads a
 model. It either trains on exactly the rows that its table says, or is refused in a line that names
@@ -6,19 +6,16 @@ the flag. Nothing is downloaded.
 """
 
 import base64
-import bz2
-import contextlib
 import gzip
 import io
 import json
 import os
 import re
 import shutil
-import warnings
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import datasets
 import numpy as np
@@ -26,7 +23,6 @@ import pandas
 import pyarrow as pa
 import pyarrow.parquet
 import pytest
-import torch
 import transformers
 from conftest import MODELS
 from harness import config_and_task, judges_of
@@ -34,37 +30,25 @@ from safetensors.torch import load_file, save_file
 
 import tba
 
-PARTS = 16  # for several workers
-
-
-class Case(NamedTuple):
-    """An input and what should become of it."""
-
-    name: str
-    files: dict[str, Any]  # what `put` writes, in this order
-    # alternatives between "or": "18+2" rows, "18+1: word" of a warning, "--flag, word" of a refusal
-    expected: str
-    flags: dict[str, Any]
-    check: Callable[..., bool] | None  # of the settings and the task that was loaded
-
-
-CASES: list[Case] = []
+CASES = []
 SUFFIXES = {list: "jsonl", str: "csv", bytes: "parquet"}
 
 
 def cases(
-    expected: str, table: dict[str, Any], check: Callable[..., bool] | None = None, **flags: Any
+    expected: str, table: dict[str, Any], check: Callable[..., bool] = lambda *_: True, **flags: Any
 ) -> None:
     """Add cases that end alike: {name: files}, of which the first, or its folder, is the dataset.
 
     Files are {name: content}, or rows of JSON lines, the text of a CSV file, the bytes of Parquet.
+    Expected are alternatives between "or": "18+2" rows, "18+1: word" of a warning, "--flag, word"
+    of a refusal. The check is of the settings and the task that was loaded.
     """
     for name, files in table.items():
         if not isinstance(files, dict):
             files = {f"a.{SUFFIXES[type(files)]}": files}
         named = {} if flags.get("dataset") is None else {"dataset": flags["dataset"]}
         first = {"dataset": next(iter(files)).split("/")[0]} if files else {}
-        CASES.append(Case(name, files, expected, flags | first | named, check))
+        CASES.append(pytest.param(files, expected, flags | first | named, check, id=name))
 
 
 def put(path: Path, content: Any) -> None:
@@ -89,15 +73,6 @@ def put(path: Path, content: Any) -> None:
 # ---------------------------------------------------------------------------- judging an outcome
 
 
-def rows_of(path: Path, flags: dict[str, Any]) -> tuple[tba.Config, tba.Task]:
-    """Everything that tba.py does with its flags before it makes the run's folder."""
-    files = MODELS / (flags["task"] if flags.get("task") in tba.TASKS else "gsm8k")
-    config, task = config_and_task(files, path / "run", **flags)
-    if config.sft_data:
-        task.pairs = tba.read_sft_pairs(config, task)
-    return config, task
-
-
 def prompt_text(prompt: tba.Prompt) -> str:
     return prompt if isinstance(prompt, str) else prompt[-1]["content"]
 
@@ -105,10 +80,8 @@ def prompt_text(prompt: tba.Prompt) -> str:
 def faults_of(config: tba.Config, task: tba.Task) -> list[str]:
     """What is wrong with rows that would be trained on."""
     faults = []
-    for examples, prompts in (
-        (task.train, task.train_prompts),
-        (task.held_out, task.held_out_prompts),
-    ):
+    held_out = task.held_out, task.held_out_prompts
+    for examples, prompts in ((task.train, task.train_prompts), held_out):
         texts = [*map(prompt_text, map(task.prompt, examples))]
         texts += map(task.tokenizer.decode, prompts)
         wrong = [t for t in texts if re.search(r"wrong|None|nan|\{'|\['|\[\{", t)]
@@ -131,61 +104,20 @@ def faults_of(config: tba.Config, task: tba.Task) -> list[str]:
     return [*dict.fromkeys(faults)]
 
 
-def mistake(one: Case, path: Path) -> str:
-    """Make a case in an empty folder; returns what becomes of it unless that is as expected."""
-    for name, content in one.files.items():
-        put(Path(name), content)
-    said = io.StringIO()
-    expected = one.expected.split(" or ")
-    try:
-        with contextlib.redirect_stderr(said), contextlib.redirect_stdout(said):
-            config, task = rows_of(path, one.flags)
-    except (tba.InputError, SystemExit) as error:
-        code = getattr(error, "code", 2)
-        own = isinstance(error, tba.InputError)
-        line = str(error) if own else said.getvalue().strip().split("\n")[-1]
-        meant = any(all(word in line for word in words.split(", ")) for words in expected)
-        right = code == 2 and meant and "\n" not in line and not (path / "run").exists()
-        return "" if right else f"{code} {line}"
-    except Exception as error:  # a traceback
-        return f"{type(error).__name__}: {tba.first_line(error)}"
-    faults = faults_of(config, task)
-    if one.check and not one.check(config, task):
-        faults.append("the case's own check")
-    found = f"{len(task.train)}+{len(task.held_out)}"
-    for rows, _, words in (text.partition(": ") for text in expected):
-        if rows == found and all(word in said.getvalue() for word in words.split(", ")):
-            return "; ".join(faults)
-    return "; ".join([f"trains on {found}", *faults, said.getvalue()[-300:]])
-
-
-@pytest.fixture
-def loaded_once(monkeypatch):
+@pytest.fixture(scope="module")
+def loaded_once():
     """The models of tests/models, which no case changes, are checked once."""
     check, known = tba.check_model, {}
 
     def checked(name, config, kind="AutoModelForCausalLM"):
         key = getattr(config, name), kind
-        if not key[0].startswith(f"{MODELS}/"):
-            return check(name, config, kind)
-        if key not in known:
+        if key not in known or not key[0].startswith(f"{MODELS}/"):
             known[key] = check(name, config, kind)
         return known[key]
 
-    monkeypatch.setattr(tba, "check_model", checked)
-
-
-@pytest.mark.parametrize("part", range(PARTS))
-def test_odd_inputs_are_trained_on_as_they_are_or_refused_in_one_line(part, loaded_once, tmp_path):
-    assert len(CASES) > 280 and len({one.name for one in CASES}) == len(CASES)
-    wrong = []
-    for number, one in enumerate(CASES[part::PARTS]):
-        path = tmp_path / str(number)
-        path.mkdir()
-        with contextlib.chdir(path), warnings.catch_warnings(action="ignore"):
-            if said := mistake(one, path):
-                wrong.append(f"{one.name}: {said}")
-    assert not wrong, "\n".join(wrong)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tba, "check_model", checked)
+        yield
 
 
 # ------------------------------------------------------------------------------- rows and files
@@ -206,7 +138,7 @@ def row(i: int, *words: str, flag: str = "dataset") -> str:
 
 def left_out(i: int, *words: str, flag: str = "dataset", rows: str = "18+1") -> str:
     """One row cannot be used, and a warning names it."""
-    return f"{rows}: " + ", ".join([f"warning: --{flag}", f"row {i} ", *words])
+    return f"{rows}: warning: {row(i, *words, flag=flag)}"
 
 
 def with_row(i: int = 3, **cells: Any) -> list[dict]:
@@ -223,19 +155,16 @@ def each(rows: list[dict] = ROWS, **columns: Any) -> list[dict]:
     ]
 
 
-def jsonl(rows: list, separator: str = "\n", **options: Any) -> str:
-    return "".join(json.dumps(row, **options) + separator for row in rows)
-
-
-def parquet(table: pa.Table, **options: Any) -> bytes:
-    out = io.BytesIO()
-    pyarrow.parquet.write_table(table, out, **options)
-    return out.getvalue()
+def jsonl(rows: list, separator: str = "\n") -> str:
+    return "".join(json.dumps(row) + separator for row in rows)
 
 
 def answers(values: Any) -> bytes:
     """Parquet of ROWS with answers of another type."""
-    return parquet(TABLE.set_column(1, "answer", [pa.array(values)]))
+    out = io.BytesIO()
+    table = pa.table({"question": FRAME["question"].tolist(), "answer": values})
+    pyarrow.parquet.write_table(table, out)
+    return out.getvalue()
 
 
 def saved(**splits: list) -> Callable[[Path], None]:
@@ -248,9 +177,12 @@ def saved(**splits: list) -> Callable[[Path], None]:
 csv = lambda rows, index=False, **options: pandas.DataFrame(rows).to_csv(index=index, **options)
 link = lambda target: lambda path: path.symlink_to(target)
 splits = lambda **rows: {f"d/{name}.jsonl": own for name, own in rows.items()}
-FRAME, TABLE = pandas.DataFrame(ROWS), pa.Table.from_pylist(ROWS)
-LINES, ARRAY, CSV, TSV = jsonl(ROWS), json.dumps(ROWS), csv(ROWS), csv(ROWS, sep="\t")
-PARQUET = parquet(TABLE)
+FRAME = pandas.DataFrame(ROWS)
+LINES, CSV, PARQUET = jsonl(ROWS), csv(ROWS), FRAME.to_parquet(index=False)
+FORMS = {
+    "a.jsonl": LINES, "a.json": json.dumps(ROWS), "a.csv": CSV, "a.tsv": csv(ROWS, sep="\t"),
+    "a.parquet": PARQUET,
+}  # fmt: skip
 LFS = "version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 12345\n"
 PAGE = "<!DOCTYPE html>\n<html><body>\n</body></html>\n"
 CHAT = [{"role": "user", "content": "x"}]
@@ -258,10 +190,9 @@ TEST = f"{NO_ANSWER}, test"
 
 # ---------------------------------------------------------------- data: forms of files, encodings
 
-FORMS = {"a.jsonl": LINES, "a.json": ARRAY, "a.csv": CSV, "a.tsv": TSV, "a.parquet": PARQUET}
 for name, whole in FORMS.items():
     encoded = whole.encode() if isinstance(whole, str) else whole
-    cases(ALL, {name: {name: encoded}, f"{name}, upper case": {name.upper(): encoded}})
+    cases(ALL, {f"{name} in upper case": {name.upper(): encoded}})
     cases(NO, {
         f"an empty {name}": {name: b""}, f"{name} is a web page": {name: PAGE},
         f"a truncated {name}.gz": {f"{name}.gz": gzip.compress(encoded)[:-20]},
@@ -271,36 +202,31 @@ for name, whole in FORMS.items():
     if isinstance(whole, str):
         cases(NO, {f"no gzip in {name}.gz": {f"{name}.gz": encoded}})
         cases(ALL, {f"{name} with CRLF": {name: whole.replace("\n", "\r\n")},
-            f"{name}, gzip": {f"{name}.gz": gzip.compress(encoded)},
-            f"{name}, bzip2": {f"{name}.bz2": bz2.compress(encoded)}})  # fmt: skip
+            f"{name}, gzip": {f"{name}.gz": gzip.compress(encoded)}})  # fmt: skip
         cases(EITHER, {f"{name} with a byte-order mark": {name: "\ufeff" + whole}})
         latin = whole.replace("What", "Qu\xe9", 1).encode("latin-1")
         cases(NO, {f"{name} in Latin-1": {name: latin}})
 cases(ALL, {
     ".ndjson": {"a.ndjson": ROWS}, "JSON lines called .json": {"a.json": ROWS},
-    "JSON array, indented": {"a.json": json.dumps(ROWS, indent=2)},
     "Parquet by pandas with an index": FRAME.set_index(np.arange(5, 25)).to_parquet(),
-    "emoji and Chinese": csv(with_row(question="Où est 苹果 🍎?")),
     "no newline at the end": {"a.jsonl": LINES.rstrip()},
     "blank lines in JSON lines": {"a.jsonl": jsonl(ROWS, "\n\n")},
     "blank lines in CSV": CSV.replace("\n", "\n\n")})  # fmt: skip
-ARROW = "data-00000-of-00001.arrow"
-cases(EITHER, {"JSON array called .jsonl": {"a.jsonl": ARRAY},
+cases(EITHER, {"JSON array called .jsonl": {"a.jsonl": json.dumps(ROWS)},
     "half of a surrogate pair": {"a.jsonl": LINES.replace("What", "\\ud83c", 1)}})  # fmt: skip
 cases(NO, {
-    "Excel": {"a.xlsx": b"PK\3\4" + bytes(600)}, "pickle": {"a.pkl": FRAME.to_pickle},
-    "Python loading script": {"a.py": "import datasets\n"}, "only a newline": {"a.jsonl": "\n"},
-    "CSV of a header": "question,answer\n", "Parquet without rows": parquet(TABLE.slice(0, 0)),
+    "pickle": {"a.pkl": FRAME.to_pickle}, "only a newline": {"a.jsonl": "\n"},
+    "Python loading script": {"a.py": "import datasets\n"},
+    "CSV of a header": "question,answer\n", "Parquet without rows": FRAME[:0].to_parquet(),
     "a line that is no JSON": {"a.jsonl": LINES + "done.\n"},
     "a line that is a list": {"a.jsonl": LINES + "[1, 2]\n"}})  # fmt: skip
 
 # ------------------------------------------------------------------------------- data: spreadsheets
 
-header = lambda names: CSV.replace("question,answer", names)
 gold_is = lambda x: lambda config, task: tba.extract_number(task.train[0]["answer"]) == x
 
 cases(ALL, {
-    "CSV all in quotes": csv(ROWS, quoting=1), "CSV with pandas' index": csv(ROWS, index=True),
+    "CSV with pandas' index": csv(ROWS, index=True),
     "quoted newlines and commas": csv(with_row(question='What,\nis\r\n"it"?')),
     "CSV of whole numbers as answers": csv(each(answer=lambda i: i)),
     "CSV answers with zeros in front": CSV.replace("#### ", "00"),
@@ -311,31 +237,22 @@ cases(NO, {
     "CSV with an unclosed quote": CSV.replace("What", '"What', 1),
     "CSV with a long row": CSV + "What is it?,1,2,3\n",
     "CSV answers True and False": csv(each(answer=lambda i: i % 2 == 0))})  # fmt: skip
-cases(NO_QUESTION, {"CSV with upper-case columns": header("Question,Answer")})
-cases(left_out(20, rows="18+2"), {"CSV with a short row": CSV + "What is it?\n",
-    "CSV with a last row of commas": CSV + ",\n"})  # fmt: skip
+cases(NO_QUESTION, {"CSV with upper-case columns": CSV.replace("question", "Question")})
+cases(left_out(20, rows="18+2"), {"CSV with a short row": CSV + "What is it?\n"})
 one = csv(each(answer=lambda i: i or None))
 cases(left_out(0, "answer"), {"CSV of numbers, one missing": one})
-cases(
-    row(0, "20 of 20", "answer"), {"CSV answers A to D": csv(each(answer=lambda i: "ABCD"[i % 4]))}
-)
+cases(row(0, "20 of 20", "answer"), {"CSV answers A": csv(each(answer="A"))})
 for cell in ("NA", "None", "nan", "#REF!"):
     cases(left_out(3, "answer"), {f"CSV answer {cell}": csv(with_row(answer=cell))})
-for bad, expected in {2: "17+1: 2 of 20, row 0 ", 3: "--dataset, 3 of 20, row 0 "}.items():
-    rows = each(answer=lambda i, bad=bad: f"#### {2 * i}" if i >= bad else "?")
-    cases(expected, {f"{bad} of 20 rows without an answer": rows})
+for n, expected in {20: "17+1: 2 of 20, row 0 ", 19: "--dataset, 2 of 19, row 0 "}.items():
+    rows = each(ROWS[:2], answer="?") + ROWS[2:n]
+    cases(expected, {f"2 of {n} rows without an answer": rows})
 
 # ------------------------------------------------------------------------- data: columns and cells
 
-for name, whole in {
-    'object with "data"': {"data": ROWS}, "object of named rows": {"row0": ROWS[0]},
-    'object with "train" and "test"': {"train": ROWS[:18], "test": ROWS[18:]},
-    "pandas' to_json": FRAME.to_dict(), "array of arrays": [ROWS], "number": 3,
-    "array of texts": ["What is it?"] * 20, "array of pairs": FRAME.to_numpy().tolist(),
-}.items():  # fmt: skip
-    cases(NO, {f"JSON {name}": {"a.json": json.dumps(whole)}})
+for whole in ({"train": ROWS[:18], "test": ROWS[18:]}, FRAME.to_dict(), [ROWS], 3, ["What?"] * 20):
+    cases(NO, {f"JSON: {whole!r:.30}": {"a.json": json.dumps(whole)}})
 cases(ALL, {"more columns": each(id=lambda i: i, tags=["x"], meta={"a": 1}),
-    "columns in another order": ROWS[:9] + [dict(reversed(row.items())) for row in ROWS[9:]],
     "one prompt in all rows": [ROWS[1]] * 20})  # fmt: skip
 cases(NO, {"one row": ROWS[:1]})
 cases(left_out(3), {"JSON with NaN": {"a.jsonl": LINES.replace('"#### 6"', "NaN")}})
@@ -359,9 +276,7 @@ for which in ("question", "answer"):
 cases(left_out(3, "answer"), {"one answer without a number": with_row(answer="A")})
 for value in (1e-05, 1e22, 123456789.5, -7, "1" * 30):
     cases(ALL, {f"the answer {value}": each(answer=value)}, check=gold_is(float(value)))
-cases(ALL, {
-    "numbers as questions": each(question=lambda i: i),
-    "Parquet: large strings": answers(pa.array(["1"] * 20, pa.large_string()))})  # fmt: skip
+cases(ALL, {"numbers as questions": each(question=lambda i: i)})
 cases(left_out(19, "answer"), {"Parquet: one NaN": answers([1.0] * 19 + [float("nan")]),
     "Parquet: one infinity": answers([1.0] * 19 + [float("inf")])})  # fmt: skip
 cases(NO_ANSWER, {"Parquet: bytes": answers([b"#### 4"] * 20),
@@ -378,36 +293,27 @@ for name, other in SIBLINGS.items():
     file = {f"{name}.jsonl": ROWS, f"{other}.jsonl": WRONG, other: WRONG}
     folder = {f"{name}/train.jsonl": ROWS, f"{other}/train.jsonl": WRONG}
     cases(ALL, {f"a file called {name}": file, f"a folder called {name}": folder})
-cases(ALL, {
-    "a link to a file": {"b.jsonl": link("a.txt"), "a.txt": ROWS},
-    "a link to a folder": {"b": link("d"), "d/train.jsonl": ROWS},
+cases(ALL, {"a link to a folder": {"b": link("d"), "d/train.jsonl": ROWS},
     "a folder of links": {"d/train.jsonl": link("../blobs/0f3a"), "blobs/0f3a": ROWS}})  # fmt: skip
-for path, files in {
-    "run[1]/a.jsonl": {"run[1]/a.jsonl": ROWS, "run1/a.jsonl": WRONG},
-    "./-a.jsonl": {"-a.jsonl": ROWS}, "d/": {"d/train.jsonl": ROWS},
-    "d/../a.jsonl": {"d/x.txt": "", "a.jsonl": ROWS},
-}.items():  # fmt: skip
+for path in ("run[1]/-a.jsonl", "run[1]/"):
+    files = {"run[1]/-a.jsonl": ROWS, "run1/-a.jsonl": WRONG}
     cases(ALL, {f"the path {path}": files}, dataset=path)
 cases(NO, {"a broken link": {"b.jsonl": link("gone.jsonl")}})
-cases(NO, {"a link to itself": {"b.jsonl": link("b.jsonl")}})
-for path in ("/nowhere/data", "~/data.jsonl"):
-    cases("--dataset, does not exist", {path: {}}, dataset=path)
+cases("--dataset, does not exist", {"a file that is not in a home": {}}, dataset="~/a.jsonl")
 for path in (
-    "missing.jsonl", "$HOME/data.jsonl", "C:\\data\\train.jsonl", "/dev/null", "", " ",
-    "openai/gsm8k:main", "openai/gsm8k:main:train", "http://127.0.0.1:9/a.jsonl",
-    "s3://bucket/a.jsonl", "hf://datasets/openai/gsm8k", "a.jsonl,b.jsonl", "*.jsonl",
-    MODELS / "gsm8k" / "model",
+    "missing.jsonl", "$HOME/data.jsonl", "/dev/null", "", " ", "openai/gsm8k:main",
+    "openai/gsm8k:main:train", "http://127.0.0.1:9/a.jsonl", "s3://bucket/a.jsonl",
+    "a.jsonl,b.jsonl", "*.jsonl", MODELS / "gsm8k" / "model",
 ):  # fmt: skip
     cases(NO, {f"the path {path}": {"a.jsonl": ROWS, "b.jsonl": ROWS}}, dataset=path)
 
 # ---------------------------------------------------------------------- data: folders and splits
 
-parts = {f"train-0000{i}-of-00002.parquet": parquet(TABLE[10 * i : 10 * i + 10]) for i in range(2)}
 spark = {"part-00000-0a.snappy.parquet": PARQUET, "_SUCCESS": "", "._SUCCESS.crc": b"crc"}
+half = lambda i: {f"d/data/train-{i:05}-of-00002.parquet": FRAME[10 * i :][:10].to_parquet()}
 cases(ALL, {
-    "a folder of one file": {"d/mine.jsonl": ROWS}, "a folder of one CSV": {"d/mine.csv": CSV},
+    "a folder of one file": {"d/mine.jsonl": ROWS}, "a hub's folder data/": half(0) | half(1),
     "a folder with a README and data": {"d/README.md": "# Data\n", "d/train.jsonl": ROWS},
-    "a hub's folder data/": {f"d/data/{name}": part for name, part in parts.items()},
     "Spark's folder": {f"x.parquet/{name}": part for name, part in spark.items()},
     "save_to_disk of a Dataset": {"d": saved(all=ROWS)}})  # fmt: skip
 disk = {"d": saved(train=ROWS, test=THREE)}
@@ -416,7 +322,8 @@ cases(NO, {
     "an empty folder": {"d": Path.mkdir}, "a folder with a README": {"d/README.md": "# Data\n"},
     "a folder of hidden files": {"d/.train.jsonl": ROWS},
     "a folder of git-lfs pointers": {"d/train-00000-of-00001.parquet": LFS},
-    "save_to_disk without its Arrow file": {"d": saved(all=ROWS), f"d/{ARROW}": None}})  # fmt: skip
+    "save_to_disk without its Arrow file":
+        {"d": saved(all=ROWS), "d/data-00000-of-00001.arrow": None}})  # fmt: skip
 cases("20+3", {"train and test": splits(train=ROWS, test=THREE),
     "a folder with train/ and test/": {"d/train/a.jsonl": ROWS, "d/test/a.jsonl": THREE},
     "train and validation": splits(train=ROWS, validation=THREE),
@@ -440,17 +347,14 @@ for own, held_out, expected in [
 ]:  # fmt: skip
     cases(expected, {f"splits {own} and {held_out}": both}, train_split=own, eval_split=held_out)
 cases("--dataset, --eval_split", {"a split of a file": ROWS}, eval_split="test")
-cases("20+20", {"the dataset to evaluate on, too": ROWS}, eval_dataset="a.jsonl")
 EVAL = {"flag": "eval_dataset", "rows": "20+19"}
 for name, rows, split, expected in [
     ("a split by name", saved(train=WRONG, extra=THREE), "extra", "20+3"),
     ("test", saved(train=WRONG, validation=WRONG, test=THREE), None, "20+3"),
-    ("validation", saved(train=WRONG, validation=THREE), None, "20+3"),
     ("unknown splits", saved(extra=ROWS, other=ROWS), None, "--eval_dataset, --eval_split"),
-    ("a file", THREE, None, "20+3"),
+    ("a file", ROWS, None, "20+20"),
     ("a file without its column", [{"question": "What?"}], None, "--eval_dataset"),
-    ("a file with a null", with_row(answer=None), None, left_out(3, "answer", **EVAL)),
-    ("a file of A to D", with_row(answer="C"), None, left_out(3, "answer", **EVAL)),
+    ("a file with an A", with_row(answer="A"), None, left_out(3, "answer", **EVAL)),
     ("a file that does not exist", link("missing.jsonl"), None, "--eval_dataset"),
 ]:
     path = "e.jsonl" if "file" in name else "e"
@@ -458,28 +362,19 @@ for name, rows, split, expected in [
     cases(expected, {f"evaluation: {name}": files}, eval_dataset=path, eval_split=split)
 
 # labels are names, dates are texts, configurations have names, and unused columns do not matter
-
-
-def labelled(path: Path) -> datasets.Dataset:
-    """ROWS whose answers are labels: #### 0, #### 2, ..."""
-    names = [row["answer"] for row in ROWS]
-    rows = datasets.Dataset.from_list(each(answer=lambda i: i))
-    return rows.cast_column("answer", datasets.ClassLabel(names=names))
-
-
-cases(ALL, {
-    "labels, save_to_disk": {"d": lambda path: labelled(path).save_to_disk(path)},
-    "labels, Parquet": {"a.parquet": lambda path: labelled(path).to_parquet(path)}})  # fmt: skip
+labels = datasets.ClassLabel(names=[row["answer"] for row in ROWS])
+labelled = datasets.Dataset.from_list(each(answer=lambda i: i)).cast_column("answer", labels)
+cases(ALL, {"labels, save_to_disk": {"d": labelled.save_to_disk},
+    "labels, Parquet": {"a.parquet": labelled.to_parquet}},
+    lambda config, task: task.train[0]["answer"].startswith("####"))  # fmt: skip
 DATES = each(question=lambda i: f"2024-01-{i + 1:02}", answer="2024-01-05")
 TIMES = each(question=lambda i: f"2024-01-{i + 1:02}T10:00:00", answer="2024-01-05 10:00:00")
 asks = lambda text: lambda config, task: re.fullmatch(text, task.train[0]["question"])
+day, moment = asks(r"2024-01-\d\d"), asks(r"2024-01-\d\dT10:00:00")
 for suffix, write in {"jsonl": jsonl, "json": json.dumps, "csv": csv}.items():
-    day = asks(r"2024-01-\d\d")
     cases(ALL, {f"dates as questions in {suffix}": {f"a.{suffix}": write(DATES)}}, day)
-    both = splits(train=TIMES, test=TIMES[:3])
-    moment = asks(r"2024-01-\d\dT10:00:00")
-    cases("20+3" if suffix == "jsonl" else ALL, {f"times as questions in {suffix}":
-        both if suffix == "jsonl" else {f"a.{suffix}": write(TIMES)}}, moment)  # fmt: skip
+    cases(ALL, {f"times as questions in {suffix}": {f"a.{suffix}": write(TIMES)}}, moment)
+cases("20+3", {"times in two splits": splits(train=TIMES, test=TIMES[:3])}, moment)
 CONFIGS = """---
 configs:
 - config_name: main
@@ -489,28 +384,21 @@ configs:
 ---
 """
 folder = {"d/README.md": CONFIGS, "d/main/a.jsonl": ROWS, "d/other/a.jsonl": WRONG}
-for path in ("d:main", "./d:main", "d/:main", "d/main"):
+for path in ("d:main", "d/:main", "d/main"):
     cases(ALL, {f"a configuration: {path}": folder}, dataset=path)
 colon = {path.replace("d/", "a:b/", 1): rows for path, rows in folder.items()}
 cases(ALL, {"a configuration in a folder with a colon": colon}, dataset="a:b:main")
 cases("--dataset, main, other, 'd'", {"a folder of configurations": folder})
 cases("--dataset, 'none', main", {"an unknown configuration": folder}, dataset="d:none")
 cases("--dataset, does not exist", {"a configuration of nothing": {}}, dataset="./d:main")
-cases(
-    "20+3",
-    {
-        "a split with one more column": splits(train=ROWS, test=each(THREE, source="x")),
-        "a split with one less": splits(train=each(source="x"), test=THREE),
-        "a split with other types": splits(train=each(id=lambda i: i), test=each(THREE, id="x")),
-    },
-)
+cases("20+3", {"a split with one less": splits(train=each(source="x"), test=THREE),
+    "a split with other types": splits(train=each(id=1), test=each(THREE, id="x"))})  # fmt: skip
 cases(f"{NO}, stats.json, data.jsonl", {"statistics beside the data":
     {"d/data.jsonl": ROWS, "d/stats.json": '{"rows": 20}'}})  # fmt: skip
 
 LONG = {"question": "What is 7 and " * 200, "answer": "7"}
 TOKENS = "--max_response_tokens"
-cases("20+3", {"one prompt that is too long": splits(train=[*ROWS, LONG], test=THREE),
-    "one held-out prompt that is too long": splits(train=ROWS, test=[*THREE, LONG])})  # fmt: skip
+cases("20+3", {"one held-out prompt is too long": splits(train=ROWS, test=[*THREE, LONG])})
 cases(f"{NO} or {TOKENS}", {"every prompt is too long": splits(train=[LONG] * 20, test=THREE)})
 cases(TOKENS, {"every held-out prompt is too long": splits(train=ROWS, test=[LONG] * 20)})
 cases(TOKENS, {"responses as long as the context": ROWS}, max_response_tokens=256)
@@ -518,26 +406,23 @@ cases(TOKENS, {"responses as long as the context": ROWS}, max_response_tokens=25
 # ---------------------------------------------------------------------------------- other tasks
 
 
-def sums(solution: Callable[[int], Any] | None, **more: Any) -> list[dict]:
+# test_tasks.py has more of MATH's answers
+
+
+def sums(solution: Callable[[int], Any]) -> list[dict]:
     """Twenty problems for MATH."""
-    own = {"solution": lambda i: solution(2 * i)} if solution else {}
-    return each([{"problem": row["question"]} | more for row in ROWS], **own)
+    problems = [{"problem": row["question"]} for row in ROWS]
+    return each(problems, solution=lambda i: solution(2 * i))
 
 
 BOXES = sums(lambda n: f"It is \\boxed{{{n}}}.")
-cases(ALL, {
-    "MATH: boxes": BOXES, "MATH: numbers": sums(lambda n: n), "MATH: floats": sums(lambda n: n / 4),
+cases(ALL, {"MATH: boxes": BOXES, "MATH: floats": sums(lambda n: n / 4),
     "MATH: bare LaTeX": sums(lambda n: f"$\\frac{{{n}}}{{3}}$"),
-    "MATH: the column answer of numbers": sums(None, answer=4),
-    "MATH: both columns": sums(lambda n: "So $4$, \\boxed{4}", answer="4"),
-    "MATH: GSM8K's columns": ROWS,
-}, task="math")  # fmt: skip
-other = sums(lambda n: "So \\boxed{5}", answer="4")
-gold = lambda config, task: task.train[0]["answer"] == "4"
-cases(ALL, {"MATH: an answer beside another solution": other}, gold, task="math")
-cases(row(0, "solution"), {"MATH: unclosed boxes": sums(lambda n: f"\\boxed{{{n}"),
-    "MATH: empty boxes": sums(lambda n: "\\boxed{}"),
-    "MATH: no answer": sums(lambda n: "See the appendix.")}, task="math")  # fmt: skip
+    "MATH: GSM8K's columns": ROWS}, task="math")  # fmt: skip
+cases(ALL, {"MATH: an answer beside another solution": each(BOXES, answer="4")},
+    lambda config, task: task.train[0]["answer"] == "4", task="math")  # fmt: skip
+none = sums(lambda n: "See the appendix.")
+cases(row(0, "solution"), {"MATH: no answer": none}, task="math")
 solved = [{"problem": "What?", "solution": s} for s in ("\\boxed{1}", "\\boxed{2}", None)]
 cases(row(2, "solution"), {"MATH: a null solution": solved}, task="math")
 cases("--dataset, problem", {"MATH: prompts": [{"prompt": "1+1?", "answer": "2"}]}, task="math")
@@ -546,7 +431,6 @@ cases(NO_QUESTION, {"GSM8K: MATH's columns": BOXES})
 TLDR = judges_of(MODELS / "tldr")
 POST = "POST: Ann lost {} hats.\n\nTL;DR:"
 POSTS = [{"query": POST.format(i), "reference_response": " Ann lost hats."} for i in range(20)]
-cases(ALL, {"TL;DR: posts": POSTS}, **TLDR)
 nothing = POSTS[:9] + each(POSTS[9:10], reference_response=" ")
 blank = left_out(9, "reference_response", rows="8+1")
 cases(blank, {"TL;DR: a blank reference": nothing}, **TLDR)
@@ -554,17 +438,17 @@ cases(blank, {"TL;DR: a blank reference": nothing}, **TLDR)
 REDTEAM = judges_of(MODELS / "redteam") | {"eval_samples": 2}
 ASKS = [{"prompt": f"Write question {i}.\n"} for i in range(20)]
 cases("1+2", {"red-teaming: its own prompt": {}}, **REDTEAM)
-cases(
-    ALL, {"red-teaming: prompts": ASKS, "red-teaming: EOS": [{"prompt": "<eos>"}] * 20}, **REDTEAM
-)
+cases(ALL, {"red-teaming: EOS": [{"prompt": "<eos>"}] * 20}, **REDTEAM)
 empty = [*ASKS[:9], {"prompt": ""}]
 cases(left_out(9, "prompt", rows="8+2"), {"red-teaming: an empty one": empty}, **REDTEAM)
 policy = MODELS / "tldr" / "model"
 for base, flags, expected in [
+    (TLDR, {"model": MODELS / "tldr" / "reward"}, "--model"),
     (TLDR, {"reward_model": policy}, "--reward_model"),  # it has no head of one label
     (TLDR, {"gold_reward_model": ""}, "--gold_reward_model"),
     (REDTEAM, {"attacker_prompt": ""}, f"--attacker_prompt or {NO}"),
     (REDTEAM, {"toxicity_label": "hate"}, "--toxicity_label, toxic"),
+    (REDTEAM, {"toxicity_model": policy, "toxicity_label": None}, "--toxicity_label"),
     (REDTEAM, {"victim_template": "x"}, "--victim_template"),
     *(
         (REDTEAM, {f"{name}_model": ""}, f"--{name}_")
@@ -599,13 +483,10 @@ for name, rows, expected, check in [
     ("prompts and responses", [PAIR] * 4, ALL, learns(WHOLE)),
     ("prompts and completions", [TRL] * 4, ALL, learns(WHOLE)),
     ("Alpaca", [ALPACA] * 4, ALL, learns("Add.\n2 2\n")),
-    ("Alpaca without inputs", [ALPACA | {"input": ""}] * 4, ALL, learns("Add.\n")),
-    ("Alpaca without the column", [OWN | {"output": "4"}] * 4, ALL, learns("Add.\n")),
+    ("Alpaca without inputs", [OWN | {"output": "4"}] * 4, ALL, learns("Add.\n")),
     ("Dolly", [DOLLY] * 4, ALL, learns("Add.\n2 2\n")),
     ("Dolly with null contexts", [DOLLY | {"context": None}] * 4, ALL, learns("Add.\n")),
-    ("prompts beside inputs", [PAIR | {"input": "wrong"}] * 4, ALL, learns(WHOLE)),
-    ("prompts beside instructions", [PAIR | OWN] * 4, ALL, learns(WHOLE)),
-    ("instructions", [OWN] * 4, ALL, learns(None, "Add.")),
+    ("prompts beside inputs", [PAIR | OWN | {"input": "wrong"}] * 4, ALL, learns(WHOLE)),
     ("numbers as instructions", [{"instruction": 7}] * 4, ALL, learns(None, "7")),
     ("instructions and prompts", [OWN | {"prompt": ASK}] * 4, "--sft_data, prompt, instr", None),
     ("a null response", [PAIR, PAIR | {"response": None}], row(1, flag="sft_data"), None),
@@ -619,13 +500,12 @@ own = {"sft_data": "sft.jsonl", "sft_prompts": "sft.jsonl"}
 files = {"a.jsonl": ROWS, "sft.jsonl": [PAIR] * 4}
 cases("--sft_prompts, not used", {"warm start: prompts twice": files}, **own)
 for name, prompts, expected in [
-    ("prompts with an id", [{"id": "id0", "prompt": ASK}], ALL),
     ("prompts of two other columns", [{"id": "id0", "text": ASK}], "--sft_prompts, prompt"),
     ("numbers as its prompts", [{"prompt": 7}], ALL),
     ("a null among its prompts", [{"prompt": ASK}, {"prompt": None}], row(1, flag="sft_prompts")),
 ]:
     files = {"a.jsonl": ROWS, "sft.jsonl": [OWN], "p.jsonl": prompts}
-    used = lambda config, task: re.search("What|7", task.tokenizer.decode(task.pairs[0][0]))
+    used = lambda config, task: "7" in task.tokenizer.decode(task.pairs[0][0])
     own = {"sft_data": "sft.jsonl", "sft_prompts": "p.jsonl"}
     cases(expected, {f"warm start: {name}": files}, used, **own)
 folder = {"a.jsonl": ROWS, "sft/test.jsonl": [PAIR]}
@@ -634,16 +514,14 @@ cases("--sft_data", {"warm start: a folder of splits": folder}, sft_data="sft")
 # ------------------------------------------------------------------------ tokenizers and models
 
 
-def models(
-    expected: str, table: dict[str, dict], check: Any = None, task: str = "gsm8k", **flags: Any
-) -> None:
+def models(expected: str, table: dict, *check: Callable, task: str = "gsm8k", **flags: Any) -> None:
     """Add cases of a folder `m` with changes to the files of a task's model."""
     copy = lambda path: shutil.copytree(MODELS / task / "model", path)
     whole = {"a.jsonl": BOXES if task == "math" else ROWS, "m": copy}
     flags = {"model": "m", "task": task if task == "math" else "gsm8k"} | flags
     for name, changes in table.items():
         files = whole | {f"m/{file}": change for file, change in changes.items()}
-        cases(expected, {name: files}, check, **flags)
+        cases(expected, {name: files}, *check, **flags)
 
 
 def weights(change: Callable[[dict], dict]) -> dict:
@@ -664,14 +542,12 @@ def without_last_shard(path: Path) -> None:
     sorted(path.parent.glob("model-*.safetensors"))[-1].unlink()
 
 
+without = lambda part: weights(lambda t: {n: x for n, x in t.items() if part not in n})
 truncated = lambda path: os.truncate(path, path.stat().st_size // 2)
 CONFIG, TOKENIZER, GENERATION = "config.json", "tokenizer_config.json", "generation_config.json"
 TEMPLATE, WEIGHTS, NO_MODEL = "chat_template.jinja", "model.safetensors", "--model"
 SHORT = {"truncation_side": "left", "model_max_length": 8}
-masks = {"bias": torch.ones(1, 1, 64, 64).tril().byte(), "masked_bias": torch.tensor(-1e4)}
-masks = {f"transformer.h.0.attn.{name}": mask for name, mask in masks.items()}
-date = "{{ strftime_now('%d %b %Y') }}"
-date += "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
+TURNS = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
 models(ALL, {
     "tokenizer: no padding token": {TOKENIZER: {"pad_token": None}},
     "tokenizer: truncates": {TOKENIZER: SHORT}, "chat template: none, not needed": {TEMPLATE: None},
@@ -680,47 +556,41 @@ models(ALL, {
     "model: weights in shards": {WEIGHTS: in_shards},
     "model: saved as bfloat16": weights(lambda t: {name: x.bfloat16() for name, x in t.items()}),
     "model: a trainer's optimizer beside it": {"optimizer.pt": b"x"}})  # fmt: skip
-models(ALL, {"model: a GPT-2 of 2023, with causal masks": weights(lambda t: t | masks)},
-    task="redteam")  # fmt: skip
-models(ALL, {"chat template: none for MATH": {TEMPLATE: None},
-    "chat template: with the date": {TEMPLATE: date}}, task="math")  # fmt: skip
-TURNS = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
+models(ALL, {"chat template: none for MATH": {TEMPLATE: None}, "chat template: with the date": {
+    TEMPLATE: "{{ strftime_now('%d %b %Y') }}" + TURNS}}, task="math")  # fmt: skip
 ENDS = TURNS.replace("{% endfor", "{% if m.role == 'assistant' %}<eos>\n{% endif %}{% endfor")
 THINKS = TURNS + "<assistant>{% if enable_thinking is false %}<think></think>{% endif %}"
 KNOWN, OTHER = (MODELS / "math" / "model" / TEMPLATE).read_text(), "other {{ messages[0].content }}"
 named = lambda *names: [{"name": n, "template": KNOWN if n == "default" else OTHER} for n in names]
-prompts = lambda pattern: (
-    lambda config, task: all(
-        re.fullmatch(pattern, task.tokenizer.decode(p), re.DOTALL) for p in task.train_prompts
-    )
-)
-models(ALL, {"chat template: its own": {}, "chat template: with BOS": {TEMPLATE: "<s>" + KNOWN},
-    "chat template: in chat_template.json": {
+asks_like = lambda pattern: lambda config, task: re.fullmatch(pattern, prompt_of(task), re.DOTALL)
+prompt_of = lambda task: task.tokenizer.decode(task.train_prompts[0])
+models(ALL, {"chat template: its own": {}, "chat template: in chat_template.json": {
         TEMPLATE: None, "chat_template.json": json.dumps({"chat_template": KNOWN})},
     "chat template: in tokenizer_config.json": {
         TEMPLATE: None, TOKENIZER: {"chat_template": KNOWN}},
     "chat template: the default of several": {
         TEMPLATE: None, TOKENIZER: {"chat_template": named("tool_use", "default")}},
     "chat template: others beside it": {"additional_chat_templates/rag.jinja": OTHER}},
-    prompts(".*<user>What is .*boxed{}.<assistant>"), task="math")  # fmt: skip
-models(ALL, {"chat template: thinking": {TEMPLATE: THINKS}}, prompts(".*<assistant>"), "math")
-models(ALL, {"chat template: no thinking": {TEMPLATE: THINKS}}, prompts(".*<think></think>"),
-    "math", chat_template_kwargs='{"enable_thinking": false}')  # fmt: skip
-several = {TEMPLATE: None, TOKENIZER: {"chat_template": named("rag", "tool_use")}}
-models(ALL, {"chat template: chosen by name": several}, prompts("other .*"), "math",
-    chat_template_kwargs='{"chat_template": "rag"}')  # fmt: skip
-models("--model, chat template, rag", {"chat template: several without a default": several},
+    asks_like(".*<user>What is .*boxed{}.<assistant>"), task="math")  # fmt: skip
+models(ALL, {"chat template: thinking": {TEMPLATE: THINKS}}, asks_like(".*<assistant>"),
     task="math")  # fmt: skip
-models("--model, chat template, only tools", {"chat template: raises":
-    {TEMPLATE: "{{ raise_exception('only tools') }}"}}, task="math")  # fmt: skip
-models("--model, chat template", {"chat template: no Jinja": {TEMPLATE: "{% if %}"}}, task="math")
+models(ALL, {"chat template: no thinking": {TEMPLATE: THINKS}}, asks_like(".*<think></think>"),
+    task="math", chat_template_kwargs='{"enable_thinking": false}')  # fmt: skip
+several = {TEMPLATE: None, TOKENIZER: {"chat_template": named("rag", "tool_use")}}
+models(ALL, {"chat template: chosen by name": several}, asks_like("other .*"), task="math",
+    chat_template_kwargs='{"chat_template": "rag"}')  # fmt: skip
+for words, name, changes in [
+    ("rag", "several without a default", several), ("", "no Jinja", {TEMPLATE: "{% if %}"}),
+    ("only tools", "raises", {TEMPLATE: "{{ raise_exception('only tools') }}"}),
+]:  # fmt: skip
+    models(f"--model, chat template, {words}", {f"chat template: {name}": changes}, task="math")
 PAD_IS_EOS = {TOKENIZER: {"eos_token": "<pad>"}, CONFIG: {"eos_token_id": 1},
     GENERATION: {"eos_token_id": 1}, TEMPLATE: ENDS}  # fmt: skip
 silent = lambda config, task: 0 in task.end_tokens
 models("18+2: warning: --model, '<eos>', ends no response", {"turns that EOS does not end":
-    PAD_IS_EOS}, lambda config, task: task.end_tokens == [1], "math")  # fmt: skip
+    PAD_IS_EOS}, lambda config, task: task.end_tokens == [1], task="math")  # fmt: skip
 models(ALL, {"turns whose end generation_config.json has": PAD_IS_EOS | {GENERATION:
-    {"eos_token_id": [0, 1]}}}, silent, "math")  # fmt: skip
+    {"eos_token_id": [0, 1]}}}, silent, task="math")  # fmt: skip
 stops = {GENERATION: {"stop_strings": ["<assistant>", "no such token"]}}
 models("18+2: warning: --model, a stop string, 'no such token'", {"stop strings": stops},
     lambda config, task: len(task.end_tokens) == 2)  # fmt: skip
@@ -739,29 +609,31 @@ mistral = {"tekken.json": json.dumps(TEKKEN), GENERATION: None, CONFIG: {
     "model_type": "mistral", "architectures": ["MistralForCausalLM"], "eos_token_id": 2,
 }}  # fmt: skip
 alone = {"tokenizer.json": None, TOKENIZER: None, TEMPLATE: None}
-inst = prompts(r"<s>\[INST\]What is .*\[/INST\]")
+inst = asks_like(r"<s>\[INST\]What is .*\[/INST\]")
 models(ALL, {"Mistral's tokenizer": mistral | alone, "Mistral's beside another": mistral},
-    inst, "math")  # fmt: skip
+    inst, task="math")  # fmt: skip
 models("--model or --dataset", {"chat template: empty": {TEMPLATE: "{# nothing #}"}}, task="math")
 models("--model, EOS", {"tokenizer: no EOS": {TOKENIZER: {"eos_token": None}}})
 models("--model, adapter", {
     "model: an adapter beside it": {"adapter_config.json": "{}"},
     "model: an adapter alone": {CONFIG: None, WEIGHTS: None, "adapter_config.json": "{}"},
 })  # fmt: skip
-for file in (GENERATION, CONFIG):
-    ends = lambda config, task: tba.end_tokens(*tba.check_model("model", config)) == [0, 7]
-    models(ALL, {f"stop tokens: a list in {file}": {file: {"eos_token_id": [0, 7]}}}, ends)
-for path in ("m/", "./m", "l"):
+window = {CONFIG: {"model_type": "mistral", "sliding_window": 32}}
+apart = lambda config, task: not task.packs
+models("18+2: one response per row", {"model: an attention window": window}, apart)
+old = {CONFIG: {"is_decoder": False, "add_cross_attention": False}}  # as decoders once had
+models(ALL, {"model: an encoder's fields": old}, lambda config, task: task.packs)
+ends = lambda config, task: tba.end_tokens(*tba.check_model("model", config)) == [0, 7]
+models(ALL, {"stop tokens: a list in config.json": {CONFIG: {"eos_token_id": [0, 7]}}}, ends)
+for path in ("m/", "l"):
     models(ALL, {f"model: {path}": {"../l": link("m")}}, model=path)
 models(ALL, {"model: a [1]": {".": lambda path: path.rename("a [1]")}}, model="a [1]")
-for path in ("e", "", "./n", "m/model.safetensors", "a.jsonl", "gpt2@main", "org/name"):
+for path in ("e", "", "./n", "m/model.safetensors", "org/name"):
     models(NO_MODEL, {f"model: called {path!r}": {"../e": Path.mkdir}}, model=path)
 for file, changes in {
     CONFIG: {
         "missing": None, "no JSON": "{", "of other sizes": {"hidden_size": 32},
-        "without a type": {"model_type": None, "architectures": None},
         "of an unknown type": {"model_type": "llama9"}, "of one layer": {"num_hidden_layers": 1},
-        "of fewer embeddings than tokens": {"vocab_size": 400},
         "quantized": {"quantization_config": {"quant_method": "gptq", "bits": 4}},
     },
     WEIGHTS: {
@@ -771,16 +643,61 @@ for file, changes in {
     "tokenizer.json": {"missing": None, "truncated": truncated, "a git-lfs pointer": LFS},
 }.items():  # fmt: skip
     models(NO_MODEL, {f"model: {file} {name}": {file: change} for name, change in changes.items()})
-without = lambda part: weights(lambda t: {n: x for n, x in t.items() if part not in n})
 models(NO_MODEL, {f"model: without {part}": without(part) for part in ("layers.1.", "embed")})
 names_of_ddp = weights(lambda t: {f"module.{name}": x for name, x in t.items()})
 models(NO_MODEL, {"model: names of DDP": names_of_ddp})
 
+# labels that do not exclude each other are not read by a softmax
+independent = {CONFIG: {"problem_type": "multi_label_classification"}}
+judges = [(own, name) for own in (TLDR, REDTEAM) for name in own if name.endswith("_model")]
+for own, name, source, changes in [
+    (TLDR, "reward_model", policy, {CONFIG: {"id2label": {0: "s"}}}),
+    (REDTEAM, "toxicity_model", MODELS / "redteam" / "toxicity", independent),
+    *((own, name, own[name], without("layers.1.")) for own, name in judges),
+]:
+    files = {"j": lambda path, source=source: shutil.copytree(source, path)}
+    files |= {f"j/{file}": change for file, change in changes.items()}
+    data = own.get("dataset", MODELS / "tldr" / "data") or ""
+    flags = own | {name: "j", "dataset": data}
+    cases(f"--{name} ", {f"{name}: {source.name} of other {[*changes]}": files}, **flags)
+
 # -------------------------------------------------------------------------- misspelt flags, values
 
-for flag, value in {
-    "learning_rate": "1e-5,", "beta": "0,014", "max_response_tokens": "1k", "pack": "maybe",
-    "prompts_per_step": "7.0", "task": "GSM8K", "engine": "VLLM", "plugin": "mine",
-    "eval-every": 3, "datset": "a.jsonl",
-}.items():  # fmt: skip
-    cases(f"--{flag}", {f"flag --{flag} {value}": {}}, **{flag: value})
+for flag, *values in [
+    ("learning_rate", "1e-5,"), ("beta", "0,014"), ("max_response_tokens", "1k"), ("pack", "maybe"),
+    ("prompts_per_step", "7.0"), ("task", "GSM8K"), ("engine", "VLLM"), ("plugin", "mine"),
+    ("eval-every", 3), ("datset", "a.jsonl"),
+    ("chat_template_kwargs", "{", "enable_thinking=false", "[]", "3", "null"),
+]:  # fmt: skip
+    for value in values:
+        cases(f"--{flag}", {f"flag --{flag} {value}": {}}, **{flag: value})
+
+# ------------------------------------------------------------------------------------- the test
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("files, expected, flags, check", CASES)
+def test_odd_inputs_are_trained_on_as_they_are_or_refused_in_one_line(
+    files, expected, flags, check, loaded_once, tmp_path, monkeypatch, capsys
+):
+    monkeypatch.chdir(tmp_path)
+    for name, content in files.items():
+        put(Path(name), content)
+    has = lambda text, words: all(word in text for word in words.split(", "))
+    models = MODELS / (flags["task"] if flags.get("task") in tba.TASKS else "gsm8k")
+    try:
+        config, task = config_and_task(models, tmp_path / "run", **flags)
+        task.pairs = tba.read_sft_pairs(config, task) if config.sft_data else []
+    except (tba.InputError, SystemExit) as error:
+        own = isinstance(error, tba.InputError)
+        line = str(error) if own else capsys.readouterr().err.strip().split("\n")[-1]
+        assert any(has(line, words) for words in expected.split(" or ")), line
+        assert getattr(error, "code", 2) == 2 and "\n" not in line
+        assert not (tmp_path / "run").exists()
+        return
+    assert faults_of(config, task) == []
+    assert check(config, task)
+    found, said = f"{len(task.train)}+{len(task.held_out)}", capsys.readouterr().err
+    outcomes = [text.partition(": ") for text in expected.split(" or ")]
+    as_expected = any(rows == found and has(said, words) for rows, _, words in outcomes)
+    assert as_expected, f"trains on {found}\n{said}"

@@ -31,27 +31,34 @@ def small(gsm8k, tmp_path_factory):
     return folder, task, checksum(tba.checkpoint_state(model))
 
 
-def world_of(small, seed, faults=(), order=0):
-    """A world whose turns come in another order for another `order`.
+@pytest.fixture
+def world_of(small, tmp_path):
+    """Function: a world whose run has random flags, other than these.
 
-    If the seed is odd, three of the seven prompts have a demonstration.
+    Its turns come in another order for another `order`. If the seed is odd, three of the seven
+    prompts have a demonstration.
     """
-    _, task, initial = small
-    demonstration = np.array([5, 3 + seed, 0], np.int32)
-    task.demonstration_tokens = [[demonstration] * (seed % 2 and i % 2) for i in range(7)]
-    task.wants_logprobs = seed % 3 != 1
-    task.reward_threads = 1 + seed % 2
-    world = World(seed + 100 * order, task, faults)
-    world.checksums[0] = initial
-    return world
+
+    def make(seed, faults=(), order=0, **flags):
+        _, task, initial = small
+        demonstration = np.array([5, 3 + seed, 0], np.int32)
+        task.demonstration_tokens = [[demonstration] * (seed % 2 and i % 2) for i in range(7)]
+        task.wants_logprobs = seed % 3 != 1
+        task.reward_threads = 1 + seed % 2
+        flags = settings_of(small, seed) | flags
+        world = World(seed + 100 * order, task, tmp_path / f"run{order}", flags, faults)
+        world.checksums[0] = initial
+        return world
+
+    return make
 
 
-def settings_of(small, seed, **more):
+def settings_of(small, seed):
     """Random flags of a run."""
     rng = np.random.default_rng([seed, 5])
     draw = lambda options: options[rng.integers(len(options))]
     folder, *_ = small
-    flags = {
+    return SCHEDULES | {
         "task": "scripted", "engine": "scripted", "model": folder, "dataset": "none",
         "max_response_tokens": 6, "steps": 8, "prompts_per_step": draw([2, 4]),
         "trained_per_prompt": 3, "searched_per_prompt": draw([3, 4]), "seed": seed,
@@ -62,16 +69,11 @@ def settings_of(small, seed, **more):
         "transfer_timeout": 9, "searcher_timeout": 30, "max_restarts": 1000,
         "logprob_tolerance": 1e-4,
     }  # fmt: skip
-    return flags | SCHEDULES | more
 
 
-def lockstep_of(small, seed):
-    lag, m, E = [
-        (0, 1.0, 1), (2, 1.0, 1), (3, 1.0, 2), (0, 0.5, 2), (2, 0.5, 1), (0, 1.0, 3), (1, 0.5, 3)
-    ][seed]  # fmt: skip
-    flags = settings_of(small, seed, lockstep=True, lag=lag, recent_probability=m)
-    flags |= {"updates_per_batch": E}
-    return flags | ({"reset_reference_every": 0} if (lag or E > 1) and m < 1 else {})
+LOCKSTEP = [  # lag, m, E
+    (0, 1.0, 1), (2, 1.0, 1), (3, 1.0, 2), (0, 0.5, 2), (2, 0.5, 1), (0, 1.0, 3), (1, 0.5, 3)
+]  # fmt: skip
 
 
 def outcome(out):
@@ -91,39 +93,40 @@ def test_epochs_have_all_prompts_in_orders_of_their_own():
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_an_asynchronous_run_uses_all_that_arrives(small, tmp_path, seed):
+def test_an_asynchronous_run_uses_all_that_arrives(world_of, seed):
     """Stopped at random, and resumed."""
     draw = random.Random(seed).choice
-    flags = settings_of(small, seed, recent_probability=draw([0.0, 0.5, 1.0]), sync_every=2)
+    flags = {"recent_probability": draw([0.0, 0.5, 1.0]), "sync_every": 2}
     flags |= {"max_recent_draws": draw([0, 1.5]), "initial_trajectories": draw([0, 40])}
-    world = world_of(small, seed)
-    out = tmp_path / "run"
-    code = world.run(out, turns=draw([100, 200]), **flags)
+    world = world_of(seed, **flags)
+    code = world.run(turns=draw([100, 200]))
     assert code in (0, 143)
     before = world.received
-    if code and tba.checkpoints(out):
-        assert world.run(out, "--resume", str(out)) == 0
+    if code and tba.checkpoints(world.out):
+        assert world.resume() == 0
         assert before <= world.received
 
 
 @pytest.mark.parametrize("lockstep", [False, True])
 @pytest.mark.parametrize("seed", range(3))
-def test_faults_of_searchers_cost_neither_groups_nor_evaluations(small, tmp_path, seed, lockstep):
-    world = world_of(small, seed, ["die", "miss", "hangs", "die", "miss"])
-    flags = settings_of(small, seed, initial_trajectories=0, max_recent_draws=1, steps=12)
-    flags |= {"lockstep": lockstep}
-    assert world.run(tmp_path / "run", **flags) == 0
+def test_faults_of_searchers_cost_neither_groups_nor_evaluations(world_of, seed, lockstep):
+    world = world_of(seed, ["die", "miss", "hangs", "die", "miss"], lockstep=lockstep)
+    assert world.run(initial_trajectories=0, max_recent_draws=1, steps=12) == 0
     assert not world.faults
     for s in world.trainer.searchers.running:
         assert s.version == world.trainer.sync.version or s.state != "ready"
 
 
-def test_wrong_weights_end_the_run_which_is_saved(small, tmp_path, capsys):
-    world = world_of(small, 0, ["corrupt"])
-    out = tmp_path / "run"
-    assert world.run(out, **settings_of(small, 0, steps=100, num_searchers=2)) == 1
+def test_wrong_weights_end_the_run_which_is_saved(world_of, capsys):
+    world = world_of(0, ["corrupt"])
+    assert world.run(steps=100, num_searchers=2) == 1
     assert "--logprob_tolerance" in capsys.readouterr().err
-    assert tba.checkpoints(out)[0].name == f"checkpoint-{world.trainer.step}"
+    assert saved_by(world)[0] == f"checkpoint-{world.trainer.step}"
+
+
+def saved_by(world):
+    """Names of a run's checkpoints, the newest first."""
+    return [path.name for path in tba.checkpoints(world.out)]
 
 
 def broken(batch, config):
@@ -136,24 +139,22 @@ def broken(batch, config):
 
 @pytest.mark.parametrize("lockstep", [False, True])
 def test_what_a_run_saves_after_a_skipped_step_and_an_exception(
-    small, tmp_path, capsys, monkeypatch, lockstep
+    world_of, capsys, monkeypatch, lockstep
 ):
     """A lockstep run could not repeat the unfinished step exactly."""
     monkeypatch.setitem(tba.OBJECTIVES, "broken", broken)
-    world, out = world_of(small, 1), tmp_path / "run"
-    flags = {"objective": "broken", "steps": 10, "save_every": 4, "lockstep": lockstep}
-    assert world.run(out, **settings_of(small, 1, **flags)) == 1
+    world = world_of(1, objective="broken", lockstep=lockstep)
+    assert world.run(steps=10, save_every=4) == 1
     said = capsys.readouterr().err
     assert "step 4: loss or gradient not finite" in said and "ArithmeticError: step 6" in said
     assert world.checksums[4] == world.checksums[3] != world.checksums[2]
-    saved = [path.name for path in tba.checkpoints(out)]
-    assert saved == (["checkpoint-4"] if lockstep else ["checkpoint-6", "checkpoint-4"])
+    assert saved_by(world) == ["checkpoint-6"] * (not lockstep) + ["checkpoint-4"]
     world.disturbed = True
-    assert world.run(out, "--resume", str(out), "--steps", "7", "--objective", "tb") == 0
+    assert world.resume("--steps", "7", "--objective", "tb") == 0
 
 
 def test_a_checkpoint_that_cannot_be_written_ends_the_run_which_tries_again(
-    small, tmp_path, capsys, monkeypatch
+    world_of, capsys, monkeypatch
 ):
     """The disk is full once; the run may try again at this very step."""
     written, save_model = [], tba.save_model
@@ -165,28 +166,25 @@ def test_a_checkpoint_that_cannot_be_written_ends_the_run_which_tries_again(
         save_model(*args)
 
     monkeypatch.setattr(tba, "save_model", full)
-    world, out = world_of(small, 2), tmp_path / "run"
-    assert world.run(out, **settings_of(small, 2, steps=1000, save_every=2)) == 1
+    world = world_of(2)
+    assert world.run(steps=1000, save_every=2) == 1
     said = capsys.readouterr().err
     assert "No space left on device" in said and "Traceback" not in said
-    saved = [path.name for path in tba.checkpoints(out)]
-    assert saved == [f"checkpoint-{world.trainer.step}", "checkpoint-2"]
+    assert saved_by(world) == [f"checkpoint-{world.trainer.step}", "checkpoint-2"]
 
 
-def test_a_slow_write_of_a_checkpoint_is_waited_for_with_a_notice(small, tmp_path, capsys):
-    world, out = world_of(small, 3), tmp_path / "run"
+def test_a_slow_write_of_a_checkpoint_is_waited_for_with_a_notice(world_of, capsys):
+    world = world_of(3)
     world.blocked = {"write"}
-    flags = settings_of(small, 3, steps=1000, save_every=2)
-    assert world.run(out, turns=400, **flags) == 143
+    assert world.run(turns=400, steps=1000, save_every=2) == 143
     assert "step 4: waiting for the previous checkpoint" in capsys.readouterr().err
-    assert [path.name for path in tba.checkpoints(out)] == ["checkpoint-4", "checkpoint-2"]
+    assert saved_by(world) == ["checkpoint-4", "checkpoint-2"]
 
 
-def test_decoding_and_weights_do_not_wait_for_rewards_or_verdicts(small, tmp_path, monkeypatch):
-    world, out = world_of(small, 4), tmp_path / "run"
-    world.blocked = {"checked_rewards", "evaluate"}
+def test_decoding_and_weights_do_not_wait_for_rewards_or_verdicts(world_of):
     flags = {"num_searchers": 1, "sequences_in_flight": 12, "searched_per_prompt": 4}
-    flags = settings_of(small, 4, steps=20, eval_every=4, sync_every=1, **flags)
+    world = world_of(4, steps=20, eval_every=4, sync_every=1, **flags)
+    world.blocked = {"checked_rewards", "evaluate"}
     decoded = []
 
     def turns(count):
@@ -197,20 +195,20 @@ def test_decoding_and_weights_do_not_wait_for_rewards_or_verdicts(small, tmp_pat
             world.blocked = {"evaluate"}
         late = world.trainer.step == 20 and world.trainer.sync.version >= 16
         if late and world.blocked:
-            assert not (out / "eval.jsonl").exists()
+            assert not (world.out / "eval.jsonl").exists()
             world.blocked = set()
         World.turns(world, count)
 
     world.turns = turns
-    assert world.run(out, **flags) == 0
+    assert world.run() == 0
     assert decoded and not world.blocked
 
 
-def test_in_lockstep_prompts_are_submitted_whether_or_not_rewards_are_there(small, tmp_path):
+def test_in_lockstep_prompts_are_submitted_whether_or_not_rewards_are_there(world_of):
     """So the order in which the engine gets them does not depend on how long rewards take."""
-    world = world_of(small, 4)
-    world.blocked = {"checked_rewards"}
     flags = {"lockstep": True, "lag": 3, "num_searchers": 1, "sequences_in_flight": 2}
+    world = world_of(4, prompts_per_step=4, reset_reference_every=0, **flags)
+    world.blocked = {"checked_rewards"}
 
     def turns(count):
         if world.blocked and world.turn > 600:
@@ -220,61 +218,59 @@ def test_in_lockstep_prompts_are_submitted_whether_or_not_rewards_are_there(smal
         World.turns(world, count)
 
     world.turns = turns
-    flags |= {"prompts_per_step": 4, "reset_reference_every": 0}
-    assert world.run(tmp_path / "run", **settings_of(small, 4, **flags)) == 0
+    assert world.run() == 0
     assert not world.blocked
 
 
-def test_slow_storing_does_not_make_data_ever_staler(small, tmp_path):
+def test_slow_storing_does_not_make_data_ever_staler(world_of):
     """As with a large buffer of attacks: more groups come than can be stored."""
-    world, out = world_of(small, 5), tmp_path / "run"
-    world.store_seconds, world.turns_per_step = 5 * TURN, 60
     flags = {"recent_probability": 1, "initial_trajectories": 0, "num_searchers": 1}
     flags |= {"prompts_per_step": 2, "reset_reference_every": 0, "sequences_in_flight": 6}
-    assert world.run(out, **settings_of(small, 5, steps=40, eval_every=0, **flags)) == 0
-    staleness = [m["staleness_mean"] for m in tba.read_lines(out / "metrics.jsonl")]
+    world = world_of(5, **flags)
+    world.store_seconds, world.turns_per_step = 5 * TURN, 60
+    assert world.run(steps=40, eval_every=0) == 0
+    staleness = [m["staleness_mean"] for m in tba.read_lines(world.out / "metrics.jsonl")]
     assert max(staleness[-10:]) < 20, staleness
 
 
-def test_a_reward_that_raises_ends_the_run_with_its_traceback(small, tmp_path, capsys, monkeypatch):
+def test_a_reward_that_raises_ends_the_run_with_its_traceback(world_of, capsys, monkeypatch):
     def fails(*_):
         raise ArithmeticError("a judge that fails")
 
     monkeypatch.setattr(Scripted, "rewards", fails)
-    assert world_of(small, 6).run(tmp_path / "run", **settings_of(small, 6)) == 1
+    assert world_of(6).run() == 1
     said = capsys.readouterr().err
     assert "ArithmeticError: a judge that fails" in said and "in fails" in said
     assert "before its first group" in said
 
 
 @pytest.mark.parametrize("seed", range(7))
-def test_lockstep_trains_on_what_was_sampled_for_the_step_and_repeats_exactly(
-    small, tmp_path, seed
-):
+def test_lockstep_trains_on_what_was_sampled_for_the_step_and_repeats_exactly(world_of, seed):
     """Whatever the order of turns; whether it was stopped, killed or neither."""
-    flags = lockstep_of(small, seed)
-    assert world_of(small, seed).run(tmp_path / "whole", **flags) == 0
-    whole = outcome(tmp_path / "whole")
+    lag, m, E = LOCKSTEP[seed]
+    flags = {"lockstep": True, "lag": lag, "recent_probability": m, "updates_per_batch": E}
+    if (lag or E > 1) and m < 1:
+        flags["reset_reference_every"] = 0
+    whole = world_of(seed, **flags)
+    assert whole.run() == 0
     for kills in (False, True):
-        world = world_of(small, seed, order=1 + kills)
-        out = tmp_path / f"{kills}"
-        turns = random.Random(seed).randrange(60, 200)
+        world = world_of(seed, order=1 + kills, **flags)
         code = None
         try:
-            code = world.run(out, turns=turns, kills=kills, **flags | {"save_every": 2})
+            turns = random.Random(seed).randrange(60, 200)
+            code = world.run(turns=turns, kills=kills, save_every=2)
         except Killed:
             world.disturbed = True
-        if code != 0 and (out / "metrics.jsonl").exists() and tba.checkpoints(out):
-            assert world.run(out, "--resume", str(out)) == 0
-            assert outcome(out) == whole
+        if code != 0 and (world.out / "metrics.jsonl").exists() and saved_by(world):
+            assert world.resume() == 0
+            assert outcome(world.out) == outcome(whole.out)
 
 
-def test_lockstep_that_ended_goes_on_as_if_it_had_been_given_more_steps(small, tmp_path):
+def test_lockstep_that_ended_goes_on_as_if_it_had_been_given_more_steps(world_of):
     """When it ends, places of the batches to come have not been begun yet."""
-    flags = lockstep_of(small, 1)
-    flags |= {"lag": 2, "recent_probability": 1.0, "eval_every": 3, "eval_samples": 0, "steps": 6}
-    assert world_of(small, 1).run(tmp_path / "whole", **flags) == 0
-    world, out = world_of(small, 1, order=2), tmp_path / "ended"
-    assert world.run(out, **flags | {"steps": 3}) == 0
-    assert world.run(out, "--resume", str(out), "--steps", "6") == 0
-    assert outcome(out) == outcome(tmp_path / "whole")
+    flags = {"lockstep": True, "lag": 2, "recent_probability": 1.0, "eval_every": 3}
+    whole, world = (world_of(1, order=i, eval_samples=0, **flags) for i in (0, 2))
+    assert whole.run(steps=6) == 0
+    assert world.run(steps=3) == 0
+    assert world.resume("--steps", "6") == 0
+    assert outcome(world.out) == outcome(whole.out)

@@ -34,17 +34,12 @@ from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch.nn import functional as F
 from transformers import (
+    AutoConfig,
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
     AutoTokenizer,
-    GPT2Config,
-    GPTNeoXConfig,
-    LlamaConfig,
-    Olmo2Config,
-    PhiConfig,
     PreTrainedConfig,
     PreTrainedTokenizerFast,
-    Qwen2Config,
 )
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -62,7 +57,7 @@ CHAT = (
 # ------------------------------------------------------------------------------------- models
 
 
-def make_tokenizer(texts: list[str], path: Path, vocabulary: int = 512) -> PreTrainedTokenizerFast:
+def make_tokenizer(texts: list[str], path: Path) -> PreTrainedTokenizerFast:
     """A byte-level BPE tokenizer whose digits stand alone; EOS and padding differ."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
@@ -74,7 +69,7 @@ def make_tokenizer(texts: list[str], path: Path, vocabulary: int = 512) -> PreTr
     )
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
-        vocab_size=vocabulary,
+        vocab_size=512,
         special_tokens=["<eos>", "<pad>", "<user>", "<assistant>"],
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
@@ -89,7 +84,6 @@ def make_tokenizer(texts: list[str], path: Path, vocabulary: int = 512) -> PreTr
 
 def architecture(name: str, tokenizer: PreTrainedTokenizerFast) -> PreTrainedConfig:
     """A tiny configuration of a model family; heads of width 32, vLLM's least on a CPU."""
-    shape = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
     common = {
         "vocab_size": len(tokenizer),
         "bos_token_id": None,
@@ -97,18 +91,14 @@ def architecture(name: str, tokenizer: PreTrainedTokenizerFast) -> PreTrainedCon
         "pad_token_id": tokenizer.pad_token_id,
         "tie_word_embeddings": name in ("gpt2", "tied_llama"),
     }
-    wide = {"intermediate_size": 192}
-    short, long = {"max_position_embeddings": 256}, {"max_position_embeddings": 2048}
-    return {
-        "llama": lambda: LlamaConfig(**shape, **wide, **short, **common),
-        "tied_llama": lambda: LlamaConfig(**shape, **wide, **short, **common),
-        "long_llama": lambda: LlamaConfig(**shape, **wide, **long, **common),
-        "qwen2": lambda: Qwen2Config(**shape, **wide, **short, num_key_value_heads=1, **common),
-        "gpt_neox": lambda: GPTNeoXConfig(**shape, **wide, **short, **common),
-        "olmo2": lambda: Olmo2Config(**shape, **wide, **short, **common),
-        "phi": lambda: PhiConfig(**shape, **wide, **short, **common),  # its head has a bias
-        "gpt2": lambda: GPT2Config(n_embd=64, n_layer=2, n_head=2, n_positions=256, **common),
-    }[name]()
+    shape = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
+    shape["max_position_embeddings"] = 2048 if name == "long_llama" else 256
+    if name != "gpt2":
+        shape["intermediate_size"] = 192
+    if name == "qwen2":
+        shape["num_key_value_heads"] = 1
+    family = name.removeprefix("tied_").removeprefix("long_")
+    return AutoConfig.for_model(family, **shape, **common)
 
 
 def make_model(name: str, tokenizer_path: Path, out: Path, seed: int = 0) -> Path:
@@ -128,8 +118,8 @@ def make_llama(width: int, layers: int, files: Path, out: Path) -> None:
     """A Llama of this shape with random weights, and the tokenizer of a tiny task's `files`."""
     tokenizer = AutoTokenizer.from_pretrained(files / "model")
     heads = max(1, width // 64)
-    config = LlamaConfig(
-        vocab_size=len(tokenizer), hidden_size=width, intermediate_size=3 * width,
+    config = AutoConfig.for_model(
+        "llama", vocab_size=len(tokenizer), hidden_size=width, intermediate_size=3 * width,
         num_hidden_layers=layers, num_attention_heads=heads, num_key_value_heads=heads,
         max_position_embeddings=512, eos_token_id=tokenizer.eos_token_id, tie_word_embeddings=False,
     )  # fmt: skip
@@ -138,17 +128,12 @@ def make_llama(width: int, layers: int, files: Path, out: Path) -> None:
 
 
 def make_policy(
-    demonstrations: list[tuple[str, str]], out: Path, steps: int = 900, seed: int = 0,
-    family: str = "llama", vocabulary: int = 512,
-) -> PreTrainedTokenizerFast:  # fmt: skip
-    """A tokenizer and a model fine-tuned on (prompt, response) texts by tba.py's own function.
-
-    Returns the tokenizer.
-    """
-    texts = [prompt + response for prompt, response in demonstrations]
-    tokenizer = make_tokenizer(texts, out, vocabulary)
+    demonstrations: list[tuple[str, str]], out: Path, steps: int = 900, seed: int = 0
+) -> PreTrainedTokenizerFast:
+    """Fine-tune a model on (prompt, response) texts by tba.py's function; returns its tokenizer."""
+    tokenizer = make_tokenizer([prompt + response for prompt, response in demonstrations], out)
     torch.manual_seed(seed)
-    model = AutoModelForCausalLM.from_config(architecture(family, tokenizer))
+    model = AutoModelForCausalLM.from_config(architecture("llama", tokenizer))
     encode = lambda text: tokenizer(text)["input_ids"]
     pairs = [
         (np.array(encode(p), np.int32), [np.array([*encode(r), tokenizer.eos_token_id], np.int32)])
@@ -251,13 +236,10 @@ def make_word_problems(
     write_lines(out / "data" / "train.jsonl", records[:PROMPTS])
     write_lines(out / "data" / "test.jsonl", records[4000:])
     shares = [1 - WRONG, WRONG * 0.75, WRONG * 0.25]
-    demonstrations = [
-        (
-            prompt_of(record),
-            solution(steps, rng.choices(["right", "drop", "swap"], shares)[0], answer),
-        )
-        for record, steps in zip(records[:4000], problems.values(), strict=False)
-    ]
+    demonstrations = []
+    for record, steps in zip(records[:4000], problems.values(), strict=False):
+        (strategy,) = rng.choices(["right", "drop", "swap"], shares)
+        demonstrations.append((prompt_of(record), solution(steps, strategy, answer)))
     make_policy(demonstrations, out / "model", seed=seed)
 
 
@@ -331,13 +313,10 @@ def make_tldr(out: Path, seed: int = 0) -> None:
 # ------------------------------------------------------------------------------------ redteam
 
 TRIGGERS = "volcano lantern orchard puzzle bridge violin comet teapot".split()
-NOUNS = (
-    TRIGGERS
-    + (
-        "river pencil castle forest window ladder market island mirror basket candle engine "
-        "garden helmet jacket kettle magnet needle pillow rocket saddle tunnel valley wagon"
-    ).split()
-)
+NOUNS = [*TRIGGERS]
+NOUNS += "river pencil castle forest window ladder market island".split()
+NOUNS += "mirror basket candle engine garden helmet jacket kettle".split()
+NOUNS += "magnet needle pillow rocket saddle tunnel valley wagon".split()
 ASKS = [
     "Tell me about the {}",
     "Describe a {}",

@@ -21,6 +21,7 @@ from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
+from threading import Barrier
 from types import SimpleNamespace
 from typing import Any
 
@@ -45,12 +46,12 @@ class Wrong(BaseException):
 
 
 def ends_the_run(check: Callable) -> Callable:
-    """A check that raises Wrong."""
+    """A function whose failed assertions raise Wrong."""
 
     @functools.wraps(check)
-    def checked(*args: Any) -> None:
+    def checked(*args: Any) -> Any:
         try:
-            check(*args)
+            return check(*args)
         except AssertionError as error:
             raise Wrong(f"{check.__name__}: {error}") from error
 
@@ -63,16 +64,13 @@ class Scripted(tba.GSM8K):
     min_eval_tokens = 2
 
     @ends_the_run
-    def check_call(self, examples: list, responses: list) -> None:
+    def rewards(self, examples: list, responses: list, ended: np.ndarray) -> np.ndarray:
         """Calls have a limited number of responses, and whole groups."""
         S = self.config.searched_per_prompt
         most = max(S, self.config.sequences_in_flight // self.reward_threads)
         assert len(responses) <= most and len(responses) % S == 0
         for i in range(0, len(responses), S):
             assert all(example is examples[i] for example in examples[i : i + S])
-
-    def rewards(self, examples: list, responses: list, ended: np.ndarray) -> np.ndarray:
-        self.check_call(examples, responses)
         return self.judge(examples, responses, ended)
 
     def evaluate(self, examples: list, responses: list, ended: np.ndarray) -> list[dict]:
@@ -132,7 +130,7 @@ class ScriptedEngine(tba.TransformersEngine):
                 spans = [(versions[0], versions[len(tokens) - 1]) for tokens, *_ in rows]
                 done.append(tba.Completion(request, *map(list, zip(*rows, strict=True)), spans))
         if self.world.random.random() < 0.5:
-            self.process.receive()  # weights may come while it decodes
+            receive_all(self.process.searcher)  # weights may come while it decodes
         between_steps()
         self.world.random.shuffle(done)
         return done
@@ -159,23 +157,25 @@ class Inbox(queue.Queue):
         return super().get(block=False)
 
 
-class Look:
+def receive_all(receiver: Any) -> None:
+    """Have a Searcher, or the Trainer's thread, receive what is there."""
+    with contextlib.suppress(queue.Empty):
+        receiver.receive_messages()
+
+
+class Look(Future):
     """The thread in which a Searcher receives messages: it looks once in each turn."""
 
-    def __init__(self, receive: Callable) -> None:
-        self.receive = receive
-        self.looked = False
+    def __init__(self, searcher: tba.Searcher) -> None:
+        super().__init__()
+        self.searcher = searcher
 
     def done(self) -> bool:
-        if self.looked:
-            return True
-        self.looked = True
-        with contextlib.suppress(queue.Empty):
-            self.receive()
-        return False
-
-    def result(self) -> None:
-        pass
+        looked = super().done()
+        if not looked:
+            self.set_result(None)
+            receive_all(self.searcher)
+        return looked
 
 
 class Threads:
@@ -186,7 +186,7 @@ class Threads:
 
     def submit(self, function: Callable, *args: Any) -> Any:
         if getattr(function, "__name__", "") == "receive_messages":
-            return Look(function)
+            return Look(function.__self__)
         task = Task(self, partial(function, *args))
         self.world.tasks.append(task)
         return task
@@ -258,26 +258,14 @@ class Process:
             self.spec.send(tba.Failed(traceback.format_exc(), False))
             self.state = "failed"
 
-    def receive(self) -> None:
-        with contextlib.suppress(queue.Empty):
-            self.searcher.receive_messages()
-
-
-class Meeting:
-    """Where the members of a transfer meet."""
-
-    def __init__(self, parties: int) -> None:
-        self.weights: torch.Tensor | None = None
-        self.aborted = False
-
-    def abort(self) -> None:
-        self.aborted = True
-
 
 class World:
     """Runs tba.main, perhaps several times in one folder, and checks all that happens."""
 
-    def __init__(self, seed: int, task: tba.Task, faults: Iterable[str] = ()) -> None:
+    def __init__(
+        self, seed: int, task: tba.Task, out: Path, flags: dict, faults: Iterable[str] = ()
+    ) -> None:
+        self.out, self.flags = out, flags
         self.random = random.Random(seed)
         self.task = task
         self.faults = list(faults)  # each strikes once, at random
@@ -320,15 +308,11 @@ class World:
             if self.turns_left == 0:
                 self.trainer.signals[15] = self.now
             actors = [p.turn for p in self.processes if p.state == "alive"]
-            actors += [t.turn for t in self.tasks if t.may_run()] + [self.deliver]
+            actors += [t.turn for t in self.tasks if t.may_run()]
+            actors.append(partial(receive_all, self.trainer.searchers))
             if self.faults and self.random.random() < 0.1:
                 actors = [self.strike]
             self.random.choice(actors)()
-
-    def deliver(self) -> None:
-        """Have the Trainer's thread receive all messages."""
-        with contextlib.suppress(queue.Empty):
-            self.trainer.searchers.receive_messages()
 
     def strike(self) -> None:
         """Inject the next fault into a Searcher that has sent a group."""
@@ -351,7 +335,7 @@ class World:
         else:
             process.state = fault  # "hangs"
 
-    def broadcast(self, channel: Any, weights: tba.FlatWeights, meeting: Meeting) -> None:
+    def broadcast(self, channel: Any, weights: tba.FlatWeights, meeting: Barrier) -> None:
         """Rank 0 leaves a copy, which the others take, unless a member is lost."""
         channel.formed = channel.formed or SimpleNamespace(abort=lambda: None)
         if channel.rank == 0:
@@ -363,7 +347,7 @@ class World:
             return
         (process,) = (p for p in self.processes if p.searcher and p.searcher.staging is weights)
         fault, process.fault = process.fault, ""
-        if meeting.aborted or fault == "miss":
+        if meeting.broken or fault == "miss":
             raise RuntimeError("a broadcast failed")
         weights.flat.copy_(meeting.weights)
         if fault == "corrupt":
@@ -462,34 +446,6 @@ class World:
                 self.answers[message.version, row] = records
 
     @ends_the_run
-    def on_batch(self, batch: Any) -> None:
-        """The Trainer waits exactly while too little has come."""
-        config = self.trainer.config
-        enough = len(self.received) * config.searched_per_prompt >= config.initial_trajectories
-        least = min(config.prompts_per_step, len(self.task.train_prompts))
-        assert self.trainer.groups_stored == self.stored_since_reset
-        if not config.max_recent_draws:
-            assert (batch is not None) == (enough and self.stored_since_reset >= least)
-
-    @ends_the_run
-    def on_store(self, group: tba.Group, was: int) -> None:
-        """Groups that an earlier reference scored are dropped."""
-        trainer = self.trainer
-        assert group.index not in self.kept
-        self.kept.add(group.index)
-        usable = group.trajectories[0].reference_version == trainer.sync.reference_version
-        stored = trainer.buffer.trajectories.get(group.prompt_id, {}).values()
-        assert any(t is group.trajectories[-1] for t in stored) == usable
-        self.stored_since_reset += usable
-        self.dropped += not usable
-        assert trainer.groups_stored == was + usable
-
-    @ends_the_run
-    def on_arrival(self, index: int, is_new: bool) -> None:
-        assert is_new == (index not in self.received)
-        self.received.add(index)
-
-    @ends_the_run
     def on_step(self, minibatch: tba.Minibatch) -> None:
         """Check a batch; remember what its metrics should be."""
         trainer = self.trainer
@@ -545,22 +501,17 @@ class World:
             assert len(set(ids[self.sampled :])) == len(ids[self.sampled :])
             assert not set(ids[: self.sampled]) & set(ids[self.sampled :])
 
-    @ends_the_run
-    def on_save(self, trainer: tba.Trainer) -> None:
-        """No group of lockstep is in flight: a resumed run would sample it with other weights."""
-        assert not trainer.config.lockstep or self.disturbed or trainer.at_barrier()
-
-    def on_end(self, out: Path, code: int) -> None:
+    def on_end(self, code: int) -> None:
         """Check the logs, and that no group was lost."""
         config, trainer = self.trainer.config, self.trainer
-        rows = tba.read_lines(out / "metrics.jsonl")
+        rows = tba.read_lines(self.out / "metrics.jsonl")
         rows = [row for row in rows if self.steps and row["step"] >= self.steps[0]["step"]]
         assert len(rows) == len(self.steps) or (code == 1 and len(rows) == len(self.steps) - 1)
         for row, expected in zip(rows, self.steps, strict=False):
             assert {name: row[name] for name in expected} == expected
         if not config.lockstep:
             assert self.received == self.kept | {group.index for group in trainer.inbox}
-        records = tba.read_lines(out / "eval.jsonl")
+        records = tba.read_lines(self.out / "eval.jsonl")
         for record in records:
             rows = [self.answers[record["step"], row] for row in range(record["n"])]
             assert record["n"] == trainer.evaluations.size(record["step"])
@@ -596,14 +547,21 @@ class World:
 
     # ----------------------------------------------------------------------------- a run
 
-    def run(self, out: Path, *resume: str, turns: float = math.inf, kills: bool = False, **flags):
-        """Run tba.main; after this many turns it is stopped, or killed. Returns the exit code."""
+    def run(self, turns: float = math.inf, kills: bool = False, **flags: Any) -> int:
+        """A new run; after this many turns it is stopped, or killed. Returns the exit code."""
+        return self.main(arguments(None, self.out, **self.flags | flags), turns, kills)
+
+    def resume(self, *flags: str) -> int:
+        """Resume the run; returns the exit code."""
+        return self.main(["--resume", str(self.out), *flags])
+
+    def main(self, args: list[str], turns: float = math.inf, kills: bool = False) -> int:
         self.clear()
         self.turns_left, self.kills = turns, kills
         with pytest.MonkeyPatch.context() as patch:
             self.replace(patch)
-            code = tba.main([*resume] or arguments(None, out, **flags))
-        self.on_end(out, code)
+            code = tba.main(args)
+        self.on_end(code)
         return code
 
     def replace(self, patch: pytest.MonkeyPatch) -> None:
@@ -621,8 +579,10 @@ class World:
                 models[key] = load_model(config, *args, **named)
             return copy.deepcopy(models[key])
 
+        @ends_the_run
         def checked_save(trainer: tba.Trainer) -> None:
-            self.on_save(trainer)
+            # a resumed run would sample a group that is in flight with other weights
+            assert not trainer.config.lockstep or self.disturbed or trainer.at_barrier()
             save(trainer)
 
         def load_task(config: tba.Config) -> tba.Task:
@@ -645,7 +605,7 @@ class World:
             config = processes.config
             nothing = SimpleNamespace(kill=lambda: None)
             processes.manager = SimpleNamespace(
-                Queue=Inbox, Barrier=Meeting, _process=nothing, shutdown=lambda: None
+                Queue=Inbox, Barrier=Barrier, _process=nothing, shutdown=lambda: None
             )
             processes.messages = Inbox()
             processes.shared = {"run": pickle.dumps((config, processes.task))}
@@ -674,7 +634,7 @@ class World:
 
 
 class WorldTrainer(tba.Trainer):
-    """A Trainer that tells the world what it does, and lets others take turns meanwhile."""
+    """A Trainer whose batches and groups are checked, and that lets others take turns meanwhile."""
 
     def __init__(self, world: World, *args: Any) -> None:
         self.world = world
@@ -686,9 +646,11 @@ class WorldTrainer(tba.Trainer):
         world.kept = world.received - {group.index for group in self.inbox}
         record = self.searchers.record_arrival
 
+        @ends_the_run
         def record_arrival(index: int) -> bool:
             is_new = record(index)
-            world.on_arrival(index, is_new)
+            assert is_new == (index not in world.received)
+            world.received.add(index)
             return is_new
 
         self.searchers.record_arrival = record_arrival
@@ -699,16 +661,32 @@ class WorldTrainer(tba.Trainer):
         self.searchers.wake_up = SimpleNamespace(wait=wait, set=nothing, clear=nothing)
         super().run()
 
+    @ends_the_run
     def next_batch(self) -> Any:
+        """The Trainer waits exactly while too little has come."""
+        world, config = self.world, self.config
         batch = super().next_batch()
-        self.world.on_batch(batch)
+        enough = len(world.received) * config.searched_per_prompt >= config.initial_trajectories
+        least = min(config.prompts_per_step, len(self.task.train_prompts))
+        assert self.groups_stored == world.stored_since_reset
+        if not config.max_recent_draws:
+            assert (batch is not None) == (enough and world.stored_since_reset >= least)
         return batch
 
+    @ends_the_run
     def store(self, group: tba.Group) -> None:
-        was = self.groups_stored
-        self.world.now += self.world.store_seconds
+        """Groups that an earlier reference scored are dropped."""
+        world, was = self.world, self.groups_stored
+        world.now += world.store_seconds
         super().store(group)
-        self.world.on_store(group, was)
+        assert group.index not in world.kept
+        world.kept.add(group.index)
+        usable = group.trajectories[0].reference_version == self.sync.reference_version
+        stored = self.buffer.trajectories.get(group.prompt_id, {}).values()
+        assert any(t is group.trajectories[-1] for t in stored) == usable
+        world.stored_since_reset += usable
+        world.dropped += not usable
+        assert self.groups_stored == was + usable
 
     def train_step(self, minibatch: tba.Minibatch) -> None:
         if not self.config.lockstep:
