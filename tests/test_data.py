@@ -164,6 +164,7 @@ def test_held_out_prompts_are_a_fixed_random_sample(gsm8k, tmp_path, tokenizer, 
         assert tasks[0].held_out == tasks[1].held_out and tasks[0].train == tasks[1].train
         kept = set(range(1009)) - (set(numbers) if held_out == 100 else set())
         assert set(answers(tasks[0].train)) == kept
+        assert not flags or answers(tasks[0].train) == sorted(kept)  # as in the file
         assert {ids.dtype for ids in tasks[0].train_prompts} == {np.dtype(np.int32)}
         texts = [tasks[0].prompt(example) for example in tasks[0].train]
         assert [ids.tolist() for ids in tasks[0].train_prompts] == tokenizer(texts)["input_ids"]

@@ -6,6 +6,7 @@ import fcntl
 import os
 import pty
 import re
+import shlex
 import shutil
 import signal
 import subprocess
@@ -233,7 +234,7 @@ def test_the_slurm_scripts_of_the_docs_save_after_a_signal(gsm8k, tmp_path, star
     if case == "with several ranks":
         *lines, _ = one.splitlines(keepends=True)
         flags = endless(gsm8k, None)
-        script = "".join(lines) + ranks.replace("$folder", f"{' '.join(flags)} $folder")
+        script = "".join(lines) + ranks.replace("$folder", f"{shlex.join(flags)} $folder")
     (tmp_path / "script").write_text(textwrap.dedent(script))
     for name in ("run_gsm8k.sh", "run_redteam.sh"):
         (tmp_path / name).write_text(TINY)
