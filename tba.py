@@ -2686,7 +2686,7 @@ class WeightSync(Stateful):
         transfer.deadline = time.monotonic() + self.config.transfer_timeout + 2
         for s in free:
             s.transfer = transfer
-        # in the thread that may wait for the Manager: it is told when a proxy is deleted
+        # deleting a proxy calls the Manager, which may hang: not in this thread
         self.searchers.sending.submit(setattr, self.transfer, "meeting", None)
         self.transfer = transfer
         transfer.sending = ThreadPoolExecutor(1).submit(self.send, transfer, held_out)
@@ -2714,7 +2714,7 @@ class WeightSync(Stateful):
         s.transfer = None
 
     def on_loaded(self, s: RunningSearcher, scores: list[np.ndarray]) -> None:
-        """A member loaded the weights: compare its log-probabilities with the Trainer's."""
+        """Compare a member's probes with the Trainer's. Raises RunEnded if they differ too much."""
         transfer = s.transfer
         s.transfer = None
         s.missed = 0
@@ -2990,7 +2990,7 @@ class SearcherProcesses(Stateful):
             self.wake_up.set()
 
     def start_searcher(self, searcher: int) -> RunningSearcher:
-        """Start a process, which searches those of its positions whose groups have not arrived."""
+        """Start a process, for its missing groups. Raises TimeoutError if the Manager hangs."""
         commands = self.sending.submit(self.manager.Queue).result(self.config.searcher_timeout)
         self.sending.submit(commands.put, SearchUpTo(self.search_end))
         spec = SearcherSpec(
@@ -4677,7 +4677,7 @@ def resolve(given: Config) -> Config:
 
 
 def lock_folder(config: Config) -> Any:
-    """Lock the run's folder until the returned file is closed. Raises InputError if it is used."""
+    """Lock the run's folder until the returned file is closed. Raises InputError if it cannot."""
     name = "resume" if config.resume else "output_dir"
     folder = Path(config.output_dir)
     problem = f"has a run; choose another folder, or --resume {shlex.quote(config.output_dir)}"

@@ -45,7 +45,7 @@ def test_a_large_vocabulary_loses_no_precision_that_matters():
 
 @pytest.fixture(scope="module")
 def learner(gsm8k, model_of, tmp_path_factory) -> tba.Learner:
-    """Of a random model, whose unlikely tokens matter, too."""
+    """The model is random, so that unlikely tokens are sampled too."""
     out = tmp_path_factory.mktemp("run")
     flags = {"model": model_of("llama"), "temperature": 0.7, "prompts_per_step": 8}
     flags |= {"trained_per_prompt": 16, "searched_per_prompt": 16, "sequences_in_flight": 256}
