@@ -113,8 +113,8 @@ def test_faults_of_searchers_cost_neither_groups_nor_evaluations(world_of, seed,
     world = world_of(seed, ["die", "miss", "hangs", "die", "miss"], lockstep=lockstep)
     assert world.run(initial_trajectories=0, max_recent_draws=1, steps=12) == 0
     assert not world.faults
-    for s in world.trainer.searchers.running:
-        assert s.version == world.trainer.sync.version or s.state != "ready"
+    for s in world.trainer.searchers.running:  # the run may end while one still loads, or hangs
+        assert s.version == world.trainer.sync.version or s.state != "ready" or s.transfer
 
 
 def test_wrong_weights_end_the_run_which_is_saved(world_of, capsys):

@@ -14,7 +14,6 @@ import math
 import pickle
 import queue
 import random
-import time
 import traceback
 import zlib
 from collections.abc import Callable, Iterable
@@ -269,7 +268,7 @@ class World:
         self.random = random.Random(seed)
         self.task = task
         self.faults = list(faults)  # each strikes once, at random
-        self.now = time.monotonic()  # from where some dataclasses take the time
+        self.now = 1000.0
         self.checksums: dict[int, int] = {}  # of the policy's weights, by step
         self.requests: dict[int, tuple] = {}  # position -> prompt id, seed, temperature
         self.groups: dict[int, tba.Group] = {}  # position -> the group as it was sent last
@@ -568,6 +567,7 @@ class World:
         """Replace processes, threads, the broadcast and the clock; have what happens checked."""
         load_model = tba.load_model
         models: dict[str, torch.nn.Module] = {}
+        running_searcher = tba.RunningSearcher
         make_groups = tba.Searcher.make_groups
         send = tba.SearcherSpec.send
         save = tba.save
@@ -584,6 +584,10 @@ class World:
             # a resumed run would sample a group that is in flight with other weights
             assert not trainer.config.lockstep or self.disturbed or trainer.at_barrier()
             save(trainer)
+
+        def start_searcher(*args: Any) -> tba.RunningSearcher:
+            # by default it would take the real time, and so a run would not repeat
+            return running_searcher(*args, started=self.now, seen=self.now)
 
         def load_task(config: tba.Config) -> tba.Task:
             task = copy.copy(self.task)
@@ -619,6 +623,7 @@ class World:
         patch.setattr(tba, "POLL_SECONDS", 0)
         patch.setattr(tba, "ThreadPoolExecutor", partial(Threads, self))
         patch.setattr(tba, "LocalProcess", partial(Process, self))
+        patch.setattr(tba, "RunningSearcher", start_searcher)
         patch.setattr(tba, "Trainer", partial(WorldTrainer, self))
         patch.setattr(tba, "load_task", load_task)
         patch.setattr(tba, "save", checked_save)
