@@ -724,11 +724,11 @@ class Task:
 
     def checked_rewards(self, examples: list, responses: list, ended: np.ndarray) -> list[float]:
         """`rewards` as a list. Raises ValueError unless they are N finite numbers."""
+        n = len(responses)
         rewards = self.rewards(examples, responses, ended)
         if isinstance(rewards, Tensor):
             rewards = rewards.detach().cpu().float()
-        n = len(responses)
-        with contextlib.suppress(TypeError, ValueError, RuntimeError):
+        with contextlib.suppress(TypeError, ValueError, RuntimeError, OverflowError):
             values = np.asarray(rewards, np.float32)
             is_real = not (np.iscomplexobj(rewards) or np.ma.is_masked(rewards))
             if is_real and values.shape == (n,) and np.isfinite(values).all():
@@ -1243,8 +1243,11 @@ class Learner(Stateful):
             **sampling_metrics(self.sampling_sums),
         }
         measured = disjoint_union(own, batch_metrics(batch, now) | result.metrics)
-        load = partial(torch.as_tensor, device=self.device)
-        return {name: load(value).detach().float() for name, value in measured.items()}
+        values = {n: torch.as_tensor(x, device=self.device).detach() for n, x in measured.items()}
+        for name, value in values.items():
+            if value.numel() != 1:
+                raise ValueError(f"--objective: {name} must be one number, not {[*value.shape]}")
+        return {name: value.float().reshape(()) for name, value in values.items()}
 
     def derivatives(self, batch: Batch, now: Config) -> tuple[Tensor, list[Tensor], Loss]:
         """The loss's derivatives w.r.t. log-probabilities (N,) and each of PARAMETERS; the Loss.
@@ -1265,6 +1268,9 @@ class Learner(Stateful):
         load = partial(to_device, device=self.device)
         joined = lambda name: np.concatenate([getattr(t, name) for ts in minibatch for t in ts])
         table = lambda name: np.array([[getattr(t, name) for t in ts] for ts in minibatch])
+        prompt_ids = table("prompt_id")  # (B, K)
+        if (prompt_ids != prompt_ids[:, :1]).any():
+            raise ValueError("--replay_rule: a group has trajectories of several prompts")
         behaviour = load(joined("logprobs"))
         return Batch(
             logprobs=torch.zeros_like(behaviour, requires_grad=True),
@@ -1275,7 +1281,7 @@ class Learner(Stateful):
             ended=load(table("ended")),
             rewards=load(table("reward").astype(np.float32)),
             versions=load(table("version")),
-            prompt_ids=load(table("prompt_id")[:, 0]),
+            prompt_ids=load(prompt_ids[:, 0]),
             step=step,
             parameters=self.parameters,
         )
@@ -3862,6 +3868,8 @@ def read_dataset(name: str, config: Config) -> dict[str, Any]:
                     return datasets.load_dataset(path, *subset)
                 raise
         if any(os.path.exists(f"{path}/{file}") for file in ("state.json", "dataset_dict.json")):
+            if subset:
+                raise ValueError("has no configurations, but splits (--train_split, --eval_split)")
             saved = datasets.load_from_disk(path)
             return saved if isinstance(saved, dict) else {"train": saved}
         path = os.path.abspath(path)
@@ -3955,7 +3963,7 @@ def read_rows(
 
 
 def cell_text(column: str, cell: Any, optional: bool, features: dict[str, Any]) -> str:
-    """A cell's text: a label's name, a number without exponent (1e-05 is "0.00001").
+    """A cell's text: a label's name, a number without exponent (1e-05 is "0.00001", 5.0 is "5").
 
     An empty cell of an optional column is "". Raises ValueError for other cells without text.
     """
@@ -3963,8 +3971,8 @@ def cell_text(column: str, cell: Any, optional: bool, features: dict[str, Any]) 
         return ""
     if hasattr(features[column], "int2str") and isinstance(cell, int):
         return features[column].int2str(cell)
-    if type(cell) in (int, float) and math.isfinite(cell):
-        return f"{Decimal(str(cell)):f}"
+    if type(cell) in (int, float, Decimal) and math.isfinite(cell):
+        return f"{Decimal(str(cell)):f}".removesuffix(".0")
     if not isinstance(cell, str) or not cell.strip():
         raise ValueError(f"column {column} must be text or a number, not {cell!r:.60}")
     return cell
@@ -4033,6 +4041,11 @@ def prompt_tokens(name: str, config: Config, tokenizer: Any, prompts: list) -> l
 
     A text gets one BOS, if the tokenizer adds one, and no EOS. A chat template writes its own.
     """
+    for prompt in prompts:
+        chat = [] if isinstance(prompt, str) else prompt
+        messages = chat if isinstance(chat, list) else [None]
+        if not all(isinstance(m, dict) and isinstance(m.get("content"), str) for m in messages):
+            raise TypeError(f"a prompt is a text or a list of chat messages, not {prompt!r:.80}")
     texts = [prompt for prompt in prompts if isinstance(prompt, str)]
     *rows, appended = tokenizer([*texts, "a"])["input_ids"]
     if appended[-1:] == [tokenizer.eos_token_id]:
@@ -4061,10 +4074,10 @@ def encode_demonstrations(task: Task) -> list[list[np.ndarray]]:
     config = task.config
     encoded = []
     for example, prompt_ids in zip(task.train, task.train_prompts, strict=True):
-        rows = [
-            response_tokens(task, task.prompt(example), prompt_ids.tolist(), text)
-            for text in task.demonstrations(example)
-        ]
+        texts = task.demonstrations(example)
+        config.require(not isinstance(texts, str), "task", "demonstrations must be a list of texts")
+        prompt = task.prompt(example)
+        rows = [response_tokens(task, prompt, prompt_ids.tolist(), text) for text in texts]
         encoded.append([ids for ids in rows if len(ids) <= config.response_limit(prompt_ids)])
     most = max(map(len, encoded))
     problem = f"a prompt has {most} demonstrations"
@@ -4078,12 +4091,13 @@ def encode_demonstrations(task: Task) -> list[list[np.ndarray]]:
 def encode_prompts(task: Task, kind: str, examples: list) -> tuple[list, list]:
     """The examples whose prompts fit, and their prompts' tokens. Raises InputError."""
     config = task.config
+    config.require(examples, "task", f"has no examples for {kind}")
     encoded = []
     for i in range(0, len(examples), 1000):  # tokenizers' outputs are large
         prompts = [task.prompt(example) for example in examples[i : i + 1000]]
         rows = prompt_tokens("model", config, task.tokenizer, prompts)
         encoded += [np.array(ids, np.int32) for ids in rows]
-    config.require(all(map(len, encoded)), "dataset", "a prompt is empty; see --attacker_prompt")
+    config.require(all(map(len, encoded)), "dataset", "a prompt is empty (--attacker_prompt)")
     limits = {
         "max_response_tokens": max(0, task.max_context - config.max_response_tokens - 1),
         "max_total_tokens": (config.max_total_tokens or math.inf) - 1,
@@ -4127,6 +4141,9 @@ def load_task(config: Config) -> Task:
     """Load and check tokenizer, model config and prompts. Raises InputError."""
     tokenizer, model = check_model("model", config)
     config.require(tokenizer.eos_token, "model", "its tokenizer has no EOS token; add one")
+    for name in ("columns", "stop"):
+        is_tuple = not isinstance(getattr(TASKS[config.task], name), str)
+        config.require(is_tuple, "task", f"its {name} must be a tuple of texts")
     task = TASKS[config.task](config, tokenizer)
     path = model_folder("model", config)
     task.model_config = read_config(path)
@@ -4140,6 +4157,8 @@ def load_task(config: Config) -> Task:
     task.demonstration_tokens = encode_demonstrations(task)
     show_prompt(task, model)
     trained = set(map(bytes, task.train_prompts))
+    if len(trained) == 1 < len(set(map(repr, task.train))):
+        print("warning: all training prompts are the same text", file=sys.stderr)
     known = sum(bytes(prompt) in trained for prompt in task.held_out_prompts)
     if known and len(trained) > 1:  # red-teaming may have a single prompt
         print(f"warning: {known} evaluation prompts are trained on", file=sys.stderr)
@@ -4509,16 +4528,16 @@ def add_flags(parser: argparse.ArgumentParser, owner: type) -> None:
     section = parser.add_argument_group(re.split(r"[.(]", owner.__doc__)[0])
     types = typing.get_type_hints(owner)
     for f in dataclasses.fields(owner):
-        kind = types[f.name]
-        parts = typing.get_args(kind)  # of a Literal, or of `float | None`
+        kind, *_ = parts = typing.get_args(types[f.name]) or [types[f.name]]  # of `float | None`
         options: dict[str, Any] = {}
         if kind is bool:
             options = {"type": string_to_bool, "nargs": "?", "const": True}
-        elif typing.get_origin(kind) is Literal:
-            options = {"choices": parts}
+        elif typing.get_origin(types[f.name]) is Literal:
+            options = {"type": type(kind), "choices": parts}
         elif f.metadata["scheduled"] or kind is not str:
-            options = {"type": partial(parse_number, f, parts[0] if parts else kind)}
-        section.add_argument(f"--{f.name}", help=f.metadata["help"], **options)
+            options = {"type": partial(parse_number, f, kind)}
+        text = f.metadata["help"].replace("%", "%%")  # which argparse would format
+        section.add_argument(f"--{f.name}", help=text, **options)
 
 
 def parse_number(f: dataclasses.Field, kind: type, text: str) -> Any:
@@ -4685,6 +4704,9 @@ def lock_folder(config: Config) -> Any:
         folder.mkdir(parents=True, exist_ok=True)
         has_run = any(folder.glob("*.jsonl")) or checkpoints(folder)
         config.require(config.resume or not has_run, name, problem)
+        is_ours = config.resume or (folder / ".lock").exists()
+        problem = "has a config.json that is not of a run; choose another folder"
+        config.require(is_ours or not (folder / "config.json").exists(), name, problem)
         lock = open(folder / ".lock", "a")  # noqa: SIM115
     except OSError as error:
         config.require(False, name, f"{error.strerror}; choose another folder")
@@ -5440,7 +5462,9 @@ def read_sft_pairs(config: Config, task: Task) -> Sequences:
     only_responses = "instruction" in has and has.isdisjoint(answers.split("|"))
     columns = ("prompt", answers)
     if only_responses:
-        config.require("prompt" not in has, "sft_data", "has columns prompt and instruction")
+        beside = has & {"prompt", "input", "context", "answer", "solution", "target", "messages"}
+        problem = f"has instruction and {', '.join(sorted(beside))}, but no column {answers}"
+        config.require(not beside, "sft_data", problem)
         columns = ("instruction",)
     elif "instruction" in has and "prompt" not in has:
         columns = ("instruction", "input|context?", answers)  # of Alpaca and Dolly

@@ -1,5 +1,6 @@
 """The command line: mistakes end in one line that names the flag, with exit code 2."""
 
+import argparse
 import contextlib
 import dataclasses
 import errno
@@ -16,6 +17,7 @@ import tempfile
 from concurrent.futures import Future
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Literal
 
 import pytest
 import torch
@@ -271,6 +273,18 @@ def test_a_folder_is_locked_for_one_run(tmp_path, monkeypatch):
             tba.lock_folder(config)
         tba.lock_folder(resumed).close()
         (tmp_path / "run" / name).rmdir()
+
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text("{}")
+    for found in (tmp_path / "run", tmp_path / "model"):
+        config.output_dir = str(found)
+        (found / "config.json").write_text("{}")
+        if found.name == "run":  # one that was killed before its first step
+            tba.lock_folder(config).close()
+        else:
+            with pytest.raises(tba.InputError, match=r"--output_dir .* not of a run"):
+                tba.lock_folder(config)
+    config.output_dir = str(tmp_path / "run")
 
     def no_locks(*_):
         raise OSError(errno.ENOLCK, "No locks available")
@@ -547,7 +561,9 @@ def test_help_has_every_flag_once_in_a_section(capsys, monkeypatch):
 
     @dataclasses.dataclass
     class Mine:
-        mine: int = tba.flag(3, "A flag of a plug-in's class without a docstring.")
+        mine: int = tba.flag(3, "A flag of a plug-in's class, 100% without a docstring.")
+        text: str | None = tba.flag(None, "A text, or none.")
+        either: Literal[1, 2] = tba.flag(1, "One of two numbers.")
 
     monkeypatch.setattr(tba, "FLAGS", [*tba.FLAGS, Mine])
     with pytest.raises(SystemExit) as ended:
@@ -561,6 +577,10 @@ def test_help_has_every_flag_once_in_a_section(capsys, monkeypatch):
             assert len(re.findall(rf"^  --{f.name}\b", said, re.MULTILINE)) == 1
             assert "_" not in f.name or f"--{f.name.replace('_', '-')}" not in said
             assert len(f.metadata["help"]) > 10
+    parser = argparse.ArgumentParser()
+    tba.add_flags(parser, Mine)
+    given = parser.parse_args(["--text", "1@x", "--either", "2"], Mine())
+    assert vars(given) == {"mine": 3, "text": "1@x", "either": 2}
     counts = [len(dataclasses.fields(kind)) for kind in tba.FLAGS[:-1]]
     assert len(dataclasses.fields(tba.Config)) <= 61 and sum(counts) <= 90
     monkeypatch.setattr(tba, "__doc__", None)

@@ -245,6 +245,21 @@ def test_failures_count_until_a_searcher_has_run_for_an_hour(clock, gaps):
         processes.restart(failed)
 
 
+@pytest.mark.parametrize("state", ["ready", "pending"])
+@pytest.mark.parametrize("lag", [0, 2])
+@pytest.mark.parametrize("lockstep", [False, True])
+def test_a_run_stops_once_it_can_be_resumed_exactly(lockstep, lag, state):
+    """Lockstep waits for groups in flight, but at lag 0 not for those of a machine that is lost."""
+    trainer = trainer_of(lockstep=lockstep, lag=lag, num_searchers=2)
+    searchers = trainer.searchers
+    searchers.running[1].state = state
+    searchers.search_up_to(2)
+    searchers.record_arrival(0)
+    assert trainer.can_stop() == (not lockstep or (lag == 0 and state == "pending"))
+    searchers.record_arrival(1)
+    assert trainer.can_stop()
+
+
 @pytest.mark.parametrize(("gpus", "nccl"), [(False, False), (True, False), (True, True)])
 def test_searchers_that_share_gpus_start_one_after_another(gpus, nccl, clock, monkeypatch):
     processes = trainer_of(num_searchers=3).searchers

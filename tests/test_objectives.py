@@ -554,6 +554,28 @@ def test_a_loss_without_gradient_moves_nothing(near_policy, monkeypatch, loss):
         assert not gradient.any() and metrics["loss"] == 3 and metrics["grad_norm"] == 0
 
 
+@pytest.mark.parametrize("shape", [(1,), (2,), (2, 3)])
+def test_a_metric_is_one_number(near_policy, monkeypatch, shape):
+    learner, groups, *_ = near_policy
+    own = lambda batch, config: tba.Loss(tba.tb(batch, config).loss, {"own": torch.ones(shape)})
+    monkeypatch.setitem(tba.OBJECTIVES, "own", own)
+    now = tba.at_step(learner.config, 0)
+    now.objective = "own"
+    if shape == (1,):
+        assert learner.backward(groups, now, 0)["own"].shape == ()
+    else:
+        with pytest.raises(ValueError, match="own must be one number"):
+            learner.backward(groups, now, 0)
+    learner.optimizer.zero_grad()
+
+
+def test_a_group_has_one_prompt(near_policy):
+    learner, groups, *_ = near_policy
+    mixed = [groups[0][:1] + groups[1][1:], *groups[1:]]
+    with pytest.raises(ValueError, match="several prompts"):
+        learner.make_batch(mixed, learner.config, 0)
+
+
 OF_A_STEP = (
     "loss entropy grad_norm beta lr forward_backward_seconds optimizer_seconds sampler_gap "
     "sampler_z derivative_error parameters_grad_norm".split()

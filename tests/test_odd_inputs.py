@@ -13,6 +13,7 @@ import os
 import re
 import shutil
 from collections.abc import Callable
+from decimal import Decimal
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -239,8 +240,9 @@ cases(NO, {
     "CSV answers True and False": csv(each(answer=lambda i: i % 2 == 0))})  # fmt: skip
 cases(NO_QUESTION, {"CSV with upper-case columns": CSV.replace("question", "Question")})
 cases(left_out(20, rows="18+2"), {"CSV with a short row": CSV + "What is it?\n"})
+integers = lambda config, task: {x["answer"] for x in task.train} <= {str(i) for i in range(20)}
 one = csv(each(answer=lambda i: i or None))
-cases(left_out(0, "answer"), {"CSV of numbers, one missing": one})
+cases(left_out(0, "answer"), {"CSV of numbers, one missing": one}, integers)
 cases(row(0, "20 of 20", "answer"), {"CSV answers A": csv(each(answer="A"))})
 for cell in ("NA", "None", "nan", "#REF!"):
     cases(left_out(3, "answer"), {f"CSV answer {cell}": csv(with_row(answer=cell))})
@@ -279,6 +281,8 @@ for value in (1e-05, 1e22, 123456789.5, -7, "1" * 30):
 cases(ALL, {"numbers as questions": each(question=lambda i: i)})
 cases(left_out(19, "answer"), {"Parquet: one NaN": answers([1.0] * 19 + [float("nan")]),
     "Parquet: one infinity": answers([1.0] * 19 + [float("inf")])})  # fmt: skip
+cases(ALL, {"Parquet: whole numbers as floats": answers(np.arange(20.0))}, integers)
+cases(ALL, {"Parquet: decimals": answers([Decimal("5.00")] * 20)}, gold_is(5.0))
 cases(NO_ANSWER, {"Parquet: bytes": answers([b"#### 4"] * 20),
     "Parquet: dates": answers(pa.array(range(20), pa.date32()))})  # fmt: skip
 
@@ -340,6 +344,7 @@ cases(left_out(3, "test", rows="20+19"), {"a test split with a null question": n
 for name, wrong in {"train": "test", "test": "train"}.items():
     files = splits(**{name: ROWS, wrong: WRONG})
     cases(ALL, {f"the file of split {name}": files}, dataset=f"d/{name}.jsonl")
+cases("--dataset, train_split", {"a split as a configuration": disk}, dataset="d:test")
 both = {"d": saved(train=WRONG, own=ROWS, test=THREE, more=ROWS[3:7])}
 for own, held_out, expected in [
     ("own", None, "20+3"), ("own", "more", "20+4"), ("own", "own", "--eval_split own, trained"),
@@ -489,6 +494,8 @@ for name, rows, expected, check in [
     ("prompts beside inputs", [PAIR | OWN | {"input": "wrong"}] * 4, ALL, learns(WHOLE)),
     ("numbers as instructions", [{"instruction": 7}] * 4, ALL, learns(None, "7")),
     ("instructions and prompts", [OWN | {"prompt": ASK}] * 4, "--sft_data, prompt, instr", None),
+    ("instructions and answers", [OWN | {"answer": "5"}] * 4, "--sft_data, answer", None),
+    ("Alpaca without outputs", [OWN | {"input": ""}] * 4, "--sft_data, input, output", None),
     ("a null response", [PAIR, PAIR | {"response": None}], row(1, flag="sft_data"), None),
     ("a blank instruction", [OWN, {"instruction": " "}], row(1, flag="sft_data"), None),
     ("prompts alone", [{"prompt": ASK}] * 2, "--sft_data, response", None),
@@ -584,6 +591,9 @@ for words, name, changes in [
     ("only tools", "raises", {TEMPLATE: "{{ raise_exception('only tools') }}"}),
 ]:  # fmt: skip
     models(f"--model, chat template, {words}", {f"chat template: {name}": changes}, task="math")
+parts = "{% for m in messages %}{% for c in m.content %}{{ c.text }}{% endfor %}<user>{% endfor %}"
+models("18+2: warning: all training prompts are the same", {"chat template: of other contents":
+    {TEMPLATE: parts}}, task="math")  # fmt: skip
 PAD_IS_EOS = {TOKENIZER: {"eos_token": "<pad>"}, CONFIG: {"eos_token_id": 1},
     GENERATION: {"eos_token_id": 1}, TEMPLATE: ENDS}  # fmt: skip
 silent = lambda config, task: 0 in task.end_tokens

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from conftest import REAL_GSM8K
+from conftest import MODELS, REAL_GSM8K
 from harness import config_and_task, judges_of, plain_logprobs
 from test_data import with_special_tokens, write
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
@@ -176,11 +176,32 @@ def test_rewards_must_be_one_finite_number_each():
         np.array([1.0, math.nan]), np.ones(3), np.ones((2, 1)), [math.inf, 0], [], None, [None, 1],
         (x for x in (1, 2)), [(1, "right"), (0, "wrong")], np.array([1j, 2]), ["a", "b"],
         np.ma.masked_array([1.0, 2.0], [True, False]), {"a": 1, "b": 2}, torch.ones(3), [1e39, 0],
+        [10**400, 0],
     ):  # fmt: skip
         with pytest.raises(
             ValueError, match=r"(?s)Task\.rewards returned .*, not 2 finite numbers"
         ):
             rewards(given)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "error"),
+    [
+        ("columns", "question", tba.InputError),
+        ("stop", "\n\n", tba.InputError),
+        ("demonstrations", lambda self, example: "so 4", tba.InputError),
+        ("examples", lambda self: ([{"problem": "1 + 1?", "answer": "2"}], []), tba.InputError),
+        ("prompt", lambda self, example: None, TypeError),
+        ("prompt", lambda self, example: {"role": "user", "content": "x"}, TypeError),
+        ("prompt", lambda self, example: [1, 2, 3], TypeError),
+        ("prompt", lambda self, example: [{"role": "user"}], TypeError),
+        ("prompt", lambda self, example: [{"role": "user", "content": None}], TypeError),
+    ],
+)
+def test_a_task_of_the_wrong_form_is_an_error(name, value, error, tmp_path, monkeypatch):
+    monkeypatch.setitem(tba.TASKS, "wrong", type("Wrong", (tba.MATH,), {name: value}))
+    with pytest.raises(error, match=f"^--task wrong: .*{name}|^a prompt is"):
+        config_and_task(MODELS / "math", tmp_path / "none", task="wrong")
 
 
 def test_a_metric_of_an_evaluation_is_the_mean_over_the_records_that_have_it():
