@@ -4915,18 +4915,30 @@ def finish(trainer: Trainer) -> None:
 TEXT = re.compile(r"\\(?:text[a-z]*|math(?:rm|bf)|mbox)\s*\{([^{}]*)\}")
 # the letter and the rest of "(B) 5" and \textbf{(B)}\ 5; "A: 5, B: 6" has none
 CHOICE = re.compile(
-    r"(?:(?:\\(?:text\w*|mathbf)\{)?\(?([A-H])(?:[).:]\s*\}?|\}|$)(?!.*\b[A-H][).:]))?(.*)",
+    r"(?:(?:\\(?:text\w*|mathbf)\{|\\mathrm\{(?=\())?\(?([A-H])(?:[).:]\s*\}?|\}|$)(?!.*\b[A-H][).:]))?(.*)",
     re.DOTALL,
 )
+# a number after another with its unit, "3\text{ ft }2", or in a text, "5\text{ or 6}"; a time
+PARTS = (
+    r"\d\s*\\(?:text\w*|mathrm|mbox)\{(?:[^{}]*\d|(?!\s*(?:and|or|,|to)\s*\})[^{}]*[a-z][^{}]*\}\s*\d)"
+    r"|^\d?\d:[0-5]\d(?!\d|.*:)"
+)
+TO_COMPUTE = r"\\(?:int|sum|prod|lim|det|gcd|max|min)(?![a-z])|vmatrix"
 SPELLINGS = (  # what authors and models write, and what math_verify reads
     (r"(?<=\d)(\\[,;: ]|[~ ])(?=\d{3}(?!\d))", ""),  # 1\,200
-    (r"(\.\d*)\\overline\{(\d+)\}", r"\1" + r"\2" * 20),  # 0.1\overline{6}
+    (r"(\.\d*)\\(?:overline|bar|dot)\{(\d+)\}", r"\1" + r"\2" * 20),  # 0.1\overline{6}
     (r"\\(?:text)?color\{\w+\}|\\(?:underline|texttt|boldsymbol|checkmark)\b|[`~]|^\*\*|\*\*$", ""),
     (r"(?i)^((?:\\text\{)?)\s*(?:the )?(?:final )?(?:answer|option|答案)(?: is|是)?:?\s*", r"\1"),
     (r"(?<![\d.])(\d+) +(\d+)/(\d+)", r"\1\\frac{\2}{\3}"),  # 2 1/2
     (r"(?<=\d)[eE]([+-]?\d+)(?!\w)", r"\\cdot 10^{\1}"),  # 1e6
     (r"\\varnothing|∅", r"\\emptyset "),
+    ("∞", r"\\infty "),
+    (r"√\s*(\d+)", r"\\sqrt{\1}"),
+    (r"\\(?:mathrm|text)\s*\{([ei])\}", r"\1"),
+    (r"(?i)(?<!\\)\ba\.?m\b", "AM"),
+    (r"(?i)(?<!\\)\bp\.?m\b", "PM"),
     ("°", r"^{\\circ}"),
+    (r"\\(sin|cos|tan)\s*([({]?)(\d+)\s*\^\{?\s*\\circ\}?", r"\\\1\2{\\frac{\3\\pi}{180}}"),
     (r"\\overline\{([A-Z]{2})\}", r"\1"),  # a segment
     (r"(?<=[A-Za-z'])'", r"^{\\prime}"),
     (r"[一-鿿]+", r"\\text{\g<0>}"),
@@ -4942,7 +4954,7 @@ def usual_characters(text: str) -> str:
     """
     styled = r"[^²³¹⁰-₟¼-¾⅐-↉]+"
     text = re.sub(styled, lambda match: unicodedata.normalize("NFKC", match[0]), text)
-    return text.replace("\N{MINUS SIGN}", "-")
+    return re.sub("[\N{MINUS SIGN}\N{EN DASH}]", "-", text)
 
 
 def content_of_box(text: str, start: int) -> tuple[str, int]:
@@ -4994,7 +5006,8 @@ def plain(answer: str) -> str:
     r"""An answer as text to compare: \text{B, D} is "bd"."""
     text = TEXT.sub(r" \1 ", answer)
     between_letters = r"(?<=\b[A-H])(,|\s|and)+(?=[A-H]\b)"
-    return re.sub(rf"{between_letters}|\\[ ,;:!]|\$|(?<!\d)\s+|\s+(?!\d)", "", text).lower()
+    spaces = r"\\!|(?<!\d)(\\[ ,;:]|\s+)|(\\[ ,;:]|\s+)(?!\d)"  # those between digits stay
+    return re.sub(rf"{between_letters}|{spaces}|\$", "", text).lower()
 
 
 def units_of(answer: str) -> set:
@@ -5002,9 +5015,34 @@ def units_of(answer: str) -> set:
     from sympy.physics import units
 
     names = re.findall(r"[a-z]+|AM|PM|[一-鿿]+", TEXT.sub(r" \1 ", answer))
-    others = ("AM", "PM", "cents", "dollars")
+    others = (
+        "AM PM cents dollars euros thousand million billion trillion dozen weeks months gallons "
+        "cups pints ounces tons acres north south east west increase decrease profit loss"
+    ).split()
     known = [name for name in names if hasattr(units, name) or name in others or name > "z"]
     return {getattr(units, name, name) for name in known}
+
+
+def differ(gold: str, answer: str) -> bool:
+    """Whether answers differ in what math_verify ignores: units, parts, what is not computed."""
+    gold_units, units = units_of(gold), units_of(answer)
+    if gold_units - units and units - gold_units:
+        return True
+    if re.fullmatch("[A-Z][a-z]+", gold):  # a name or a word, no product of letters
+        return True
+    # 3 ft 2 in is not 2 ft 3 in, though 3 * 2 is 2 * 3
+    have_parts = re.search(PARTS, gold) or re.search(PARTS, answer)
+    if have_parts and re.findall(r"\d+", gold) != re.findall(r"\d+", answer):
+        return True
+    # the sum that a problem asks for is no answer, unless its value follows
+    without_limits = (re.sub(r"_\{[^{}]*\}", "", text) for text in (gold, answer))
+    gold_tasks, tasks = (re.findall(TO_COMPUTE, x.rpartition("=")[2]) for x in without_limits)
+    return not set(tasks) <= set(gold_tasks)
+
+
+def with_indices(text: str) -> str:
+    """A text whose capitals have an index, as math_verify ignores case; not those of words."""
+    return re.sub("([A-Za-z]{3,})|([A-Z])(?!_)", lambda m: m[1] or f"{m[2]}_{{0}}", text)
 
 
 def value_of(answer: str) -> list:
@@ -5048,6 +5086,8 @@ class MATH(GSM8K):
     def judge(solution: str, response: str) -> bool:
         """Whether the response's last boxed answer, after thinking, equals the solution's."""
         from math_verify.grader import Eq, verify
+        from sympy import FiniteSet
+        from sympy.core.function import AppliedUndef
 
         final = re.sub(r"(?s).*</think>|.*<think>.*", "", response)  # a thought may be cut off
         try:
@@ -5056,16 +5096,26 @@ class MATH(GSM8K):
             if gold_letter and letter and (gold_letter != letter or not gold or not answer):
                 return gold_letter == letter
             gold, answer = gold or gold_letter, answer or letter
+            letters = set(re.sub("[A-Za-z]{3,}", "", gold))  # without words and commands
+            if any(x.isupper() and x.lower() in letters for x in letters):
+                gold, answer = with_indices(gold), with_indices(answer)
             if plain(gold) == plain(answer):
                 return answer != ""
-            gold_units, units = units_of(gold), units_of(answer)
-            if gold_units - units and units - gold_units:
+            names = re.findall(r"([a-z])\s*=[^=,]+(?:,|$)", gold)
+            if "=" not in answer and len(set(names)) == gold.count("=") > 1:  # x = 2, y = 1
+                gold = "(" + re.sub(r"[a-z]\s*=", "", gold) + ")"
+            if differ(gold, answer):
                 return False
             pair = value_of(gold), value_of(answer)
-            # 6 = 5 is no answer, but x = 5 is
-            equations = [e for value in pair[1][:-1] for e in value.atoms(Eq) if not e.free_symbols]
-            sides = [equation.args for equation in equations]
-            return all(verify(*two, 10, timeout_seconds=None) for two in [*sides, pair])
+            is_finite = [isinstance(value[0], FiniteSet) for value in pair]
+            if is_finite == [False, True] and re.search(r"[<>]|\\[lg]e", gold):  # an interval
+                return False
+            # 6 = 5 is no answer, but x = 5 and f(2) = 5 are
+            equations = [e for value in pair[1][:-1] for e in value.atoms(Eq)]
+            known = [e for e in equations if not e.free_symbols and not e.atoms(AppliedUndef)]
+            sides = [equation.args for equation in known]
+            equal = partial(verify, allow_set_relation_comp=True, timeout_seconds=None)
+            return all(equal(*two, 10) for two in [*sides, pair])
         except Exception:  # of a malformed answer
             return False
 

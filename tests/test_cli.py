@@ -600,6 +600,13 @@ def test_only_a_launchers_own_variables_are_removed(monkeypatch):
         patch.delitem(sys.modules, "ipykernel")
         tba.prepare_process()
         assert kept <= os.environ.keys() and "MPLBACKEND" not in os.environ
+    torchrun = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
+    for is_searcher in (False, True):
+        for name, value in torchrun.items():
+            monkeypatch.setenv(name, value)
+        tba.prepare_process(is_searcher)
+        assert (torchrun.items() <= os.environ.items()) != is_searcher
+        assert torchrun.keys().isdisjoint(os.environ) == is_searcher
 
 
 VARIABLES = {  # of launchers that did not start this process, schedulers and `accelerate config`
