@@ -5119,8 +5119,15 @@ class MATH(GSM8K):
         except Exception:  # of a malformed answer
             return False
 
+    @cached_property
+    def opened(self) -> str:
+        """The start of a thought with which the chat template ends a prompt, or ""."""
+        prompt = self.tokenizer.decode(self.train_prompts[0]).rstrip()
+        return "<think>" if prompt.endswith("<think>") else ""
+
     def is_right(self, examples: list, responses: list) -> np.ndarray:
         solutions = [[*example.values()][-1] for example in examples]
+        responses = [self.opened + response for response in responses]
         pool = self.judges[threading.get_ident()]
         verdicts = pool.map(self.judge, solutions, responses, timeout=self.JUDGE_TIMEOUT).result()
         right = np.zeros(len(responses))
@@ -5526,8 +5533,8 @@ def read_sft_pairs(config: Config, task: Task) -> Sequences:
         prompt = "\n".join(filter(None, texts)) + "\n" * (len(texts) == 2)
         if only_responses:
             prompt = prompts[rng.integers(len(prompts))]
-            # a prompt may end with the number of a list item
-            response = response if prompt[-1:].isspace() else f" {response}"
+            if isinstance(prompt, str) and not prompt[-1:].isspace():
+                response = f" {response}"  # a prompt may end with the number of a list item
         (prompt_ids,) = prompt_tokens("model", config, task.tokenizer, [prompt])
         config.require(prompt_ids, "sft_data", "a prompt has no tokens")
         ids = response_tokens(task, prompt, prompt_ids, response)

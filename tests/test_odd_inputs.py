@@ -503,6 +503,9 @@ for name, rows, expected, check in [
 ]:
     files = {"a.jsonl": ROWS, "sft.jsonl": rows}
     cases(expected, {f"warm start: {name}": files}, check, sft_data="sft.jsonl")
+chats = lambda config, task: "<assistant>" in task.tokenizer.decode(task.pairs[0][0])
+files = {"a.jsonl": BOXES, "sft.jsonl": [OWN] * 4}
+cases(ALL, {"warm start: answers to chats": files}, chats, task="math", sft_data="sft.jsonl")
 own = {"sft_data": "sft.jsonl", "sft_prompts": "sft.jsonl"}
 files = {"a.jsonl": ROWS, "sft.jsonl": [PAIR] * 4}
 cases("--sft_prompts, not used", {"warm start: prompts twice": files}, **own)

@@ -251,11 +251,29 @@ def end_judges(task):
 def test_an_answer_that_cannot_be_judged_costs_its_own_reward_only():
     """A power tower that nobody can compute: its judge is killed, and another one goes on."""
     task = without_data(tba.MATH)
+    task.opened = ""
     task.setup(None)
     answers = ["\\boxed{2}", "\\boxed{9^{9^{9^{9^{9}}}}}", "\\boxed{3}", "\\boxed{2}"]
     example = {"problem": "3", "solution": "\\boxed{2}"}
     rewards = task.rewards([example] * 4, answers, np.ones(4))
     assert rewards.tolist() == [1, 0, 0, 1]
+    end_judges(task)
+
+
+@pytest.mark.parametrize("opens", [False, True])
+def test_a_thought_that_is_cut_off_has_no_answer(opens, tmp_path):
+    """Also if the chat template opens it."""
+    model = tmp_path / "model"
+    shutil.copytree(MODELS / "math" / "model", model)
+    template = "<user>{{ messages[0].content }}<assistant>" + opens * "<think>\n"
+    (model / "chat_template.jinja").write_text(template)
+    _, task = config_and_task(MODELS / "math", tmp_path / "run", task="math", model=model)
+    task.setup(None)
+    gold = [*task.train[0].values()][-1]
+    box = f"\\boxed{{{tba.answer_of(gold, bare=True)}}}"
+    responses = [box, f"so {box}</think> no", f"so</think> {box}", f"so {box}? or", f"<think>{box}"]
+    rewards = task.rewards(task.train[:1] * 5, responses, np.ones(5))
+    assert rewards.tolist() == [not opens, 0, 1, not opens, 0]
     end_judges(task)
 
 
@@ -273,6 +291,7 @@ class PatientMATH(tba.MATH):
 
 def test_verdicts_on_held_out_answers_do_not_delay_rewards(tmp_path):
     task = without_data(PatientMATH)
+    task.opened = ""
     task.setup(None)
     solution = [{"solution": "1"}]
     late = tmp_path / "late"
