@@ -242,39 +242,47 @@ def test_a_gold_that_is_no_answer_is_an_error():
     check({"problem": "1+1?", "solution": "So it is \\boxed{2}, as 1+1 is.\n\n" + 99 * "Yes. "})
 
 
-def end_judges(task):
-    for pool in task.judges.values():
+@pytest.fixture
+def with_judges():
+    """Function: a task after its setup; its judges end with the test."""
+    tasks = []
+
+    def make(task, **fields):
+        vars(task).update(fields)
+        task.setup(None)
+        tasks.append(task)
+        return task
+
+    yield make
+    for pool in [pool for task in tasks for pool in task.judges.values()]:
         pool.stop()
         pool.join()
 
 
-def test_an_answer_that_cannot_be_judged_costs_its_own_reward_only():
+def test_an_answer_that_cannot_be_judged_costs_its_own_reward_only(with_judges):
     """A power tower that nobody can compute: its judge is killed, and another one goes on."""
-    task = without_data(tba.MATH)
-    task.opened = ""
-    task.setup(None)
+    task = with_judges(without_data(tba.MATH), opened="")
     answers = ["\\boxed{2}", "\\boxed{9^{9^{9^{9^{9}}}}}", "\\boxed{3}", "\\boxed{2}"]
     example = {"problem": "3", "solution": "\\boxed{2}"}
     rewards = task.rewards([example] * 4, answers, np.ones(4))
     assert rewards.tolist() == [1, 0, 0, 1]
-    end_judges(task)
 
 
-@pytest.mark.parametrize("opens", [False, True])
-def test_a_thought_that_is_cut_off_has_no_answer(opens, tmp_path):
+@pytest.mark.parametrize("thought", ["", "<think>\n", "<think>\n\n</think>\n\n"])
+def test_a_thought_that_is_cut_off_has_no_answer(with_judges, thought, tmp_path):
     """Also if the chat template opens it."""
+    opens = thought == "<think>\n"
     model = tmp_path / "model"
     shutil.copytree(MODELS / "math" / "model", model)
-    template = "<user>{{ messages[0].content }}<assistant>" + opens * "<think>\n"
+    template = "<user>{{ messages[0].content }}<assistant>" + thought
     (model / "chat_template.jinja").write_text(template)
     _, task = config_and_task(MODELS / "math", tmp_path / "run", task="math", model=model)
-    task.setup(None)
+    task = with_judges(task)
     gold = [*task.train[0].values()][-1]
     box = f"\\boxed{{{tba.answer_of(gold, bare=True)}}}"
     responses = [box, f"so {box}</think> no", f"so</think> {box}", f"so {box}? or", f"<think>{box}"]
     rewards = task.rewards(task.train[:1] * 5, responses, np.ones(5))
     assert rewards.tolist() == [not opens, 0, 1, not opens, 0]
-    end_judges(task)
 
 
 class PatientMATH(tba.MATH):
@@ -289,21 +297,20 @@ class PatientMATH(tba.MATH):
         return True
 
 
-def test_verdicts_on_held_out_answers_do_not_delay_rewards(tmp_path):
-    task = without_data(PatientMATH)
-    task.opened = ""
-    task.setup(None)
+def test_verdicts_on_held_out_answers_do_not_delay_rewards(with_judges, tmp_path):
+    task = with_judges(without_data(PatientMATH), opened="")
     solution = [{"solution": "1"}]
     late = tmp_path / "late"
-    pool = ThreadPoolExecutor(1)
+    pool = ThreadPoolExecutor(2)
     evaluation = pool.submit(task.evaluate, 2 * solution, ["/", str(late)], np.ones(2))
     while not task.judges:
         time.sleep(0.01)
-    assert task.rewards(solution, ["/"], np.ones(1)) == [1]
-    assert not evaluation.done()
-    late.touch()
+    try:
+        assert pool.submit(task.rewards, solution, ["/"], np.ones(1)).result(60) == [1]
+        assert not evaluation.done()
+    finally:
+        late.touch()
     assert evaluation.result() == 2 * [{"accuracy": 1.0}]
-    end_judges(task)
 
 
 def plain_logits(path, texts):
