@@ -4976,8 +4976,6 @@ def last_boxes(text: str) -> list[str]:
     first = len(text)  # where these begin
     for box in reversed([*re.finditer(r"\\(?:boxed|fbox)\s*", text)]):
         content, end = content_of_box(text, box.end())
-        if end > first:  # it contains the next one
-            continue
         if contents and not re.fullmatch(r"(and|or|[,$\s])+", text[end:first]):
             break
         contents.insert(0, content.strip())
