@@ -513,7 +513,9 @@ class World:
         records = tba.read_lines(self.out / "eval.jsonl")
         for record in records:
             rows = [self.answers[record["step"], row] for row in range(record["n"])]
-            assert record["n"] == trainer.evaluations.size(record["step"])
+            held_out = len(self.task.held_out)
+            is_last = record["step"] == config.steps
+            assert record["n"] == (held_out if is_last else config.eval_samples or held_out)
             answers = [pair for pairs in rows for pair in pairs]
             expected = np.mean([answer["reward"] for answer, _ in answers])
             assert record["reward"] == pytest.approx(expected)
