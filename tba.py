@@ -3884,6 +3884,12 @@ def read_dataset(name: str, config: Config) -> dict[str, Any]:
                 os.symlink(path, f"{links}/train{suffix}")  # its split
             build = partial(datasets.load_dataset_builder, links, *subset)
             files = build(cache_dir=cache).config.data_files
+            used = {os.path.basename(file) for split in files for file in files[split]}
+            stems = {name.split(".")[0] for name in used}  # datasets reads one format
+            for name in set(os.listdir(links)) - used:
+                stem, *suffixes = name.split(".")
+                if stem in stems and suffixes[:1] in (["csv"], ["tsv"], ["jsonl"], ["parquet"]):
+                    raise ValueError(f"has {name} and {stem} in another format; name one file")
             return {str(s): read_split(build, f"{cache}/{s}", s, files[s]) for s in files}
 
     hint = "; use a folder, a file of JSON, JSONL, CSV, TSV or Parquet (also .gz), or NAME:CONFIG"
@@ -4127,6 +4133,10 @@ def show_prompt(task: Task, model: nn.Module) -> None:
             print(f"warning: --model: a stop string is not used: {unknown}", file=sys.stderr)
     if isinstance(task.prompt(task.train[0]), str):
         return
+    names = re.findall(r"\w+", f"chat_template {tokenizer.chat_template}")
+    for name in json.loads(task.config.chat_template_kwargs or "{}"):
+        unknown = f"the template of --model has no {name}"
+        task.config.require(name in names, "chat_template_kwargs", unknown)
     turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
     with contextlib.suppress(InputError):  # some templates refuse a chat that ends with an answer
         turn = render_chat("model", task.config, tokenizer, turns)
@@ -4621,6 +4631,8 @@ def parse(argv: list[str]) -> Config:
             saved = {name: value for name, value in saved.items() if value is not None}
         except (OSError, ValueError, KeyError):
             exit_with_error(f"--resume {known.resume}: no config.json of a run there")
+    if len([word for word in after or argv if word.partition("=")[0] == "--plugin"]) > 1:
+        exit_with_error("--plugin is one file, which may import others")
     if plugin := known.plugin or saved.get("plugin", ""):
         if not os.path.isfile(plugin) or not plugin.endswith(".py"):
             exit_with_error(f"--plugin {plugin}: no such Python file")

@@ -433,6 +433,7 @@ def test_a_plugin_is_executed_once_under_a_name_of_its_own(tmp_path, monkeypatch
     assert (
         tba.executed[-1] == "sent" and f"--plugin {second}: has changed" in capsys.readouterr().err
     )
+    assert "--plugin is one file" in refused(["--plugin", first, f"--plugin={second}"], capsys)
     del tba.CODE["plugin_wave_v2"], sys.modules["plugin_wave_v2"]
 
 

@@ -345,6 +345,10 @@ for name, wrong in {"train": "test", "test": "train"}.items():
     files = splits(**{name: ROWS, wrong: WRONG})
     cases(ALL, {f"the file of split {name}": files}, dataset=f"d/{name}.jsonl")
 cases("--dataset, train_split", {"a split as a configuration": disk}, dataset="d:test")
+cases("--dataset, train, name one", {
+    "a split in two formats": {"d/train.jsonl": ROWS, "d/train.csv": CSV},
+    "a split as Parquet, too": {"d/train.jsonl": ROWS, "d/train.parquet": PARQUET}})  # fmt: skip
+cases(ALL, {"other files": {"d/train.jsonl": ROWS, "d/notes.csv": CSV, "d/train.txt": "x"}})
 both = {"d": saved(train=WRONG, own=ROWS, test=THREE, more=ROWS[3:7])}
 for own, held_out, expected in [
     ("own", None, "20+3"), ("own", "more", "20+4"), ("own", "own", "--eval_split own, trained"),
@@ -586,6 +590,9 @@ models(ALL, {"chat template: thinking": {TEMPLATE: THINKS}}, asks_like(".*<assis
     task="math")  # fmt: skip
 models(ALL, {"chat template: no thinking": {TEMPLATE: THINKS}}, asks_like(".*<think></think>"),
     task="math", chat_template_kwargs='{"enable_thinking": false}')  # fmt: skip
+for given in ('{"enable_thinkin": false}', '{"truncation": true, "max_length": 5}'):
+    models("--chat_template_kwargs, no", {f"chat template: without {given}": {TEMPLATE: THINKS}},
+        task="math", chat_template_kwargs=given)  # fmt: skip
 several = {TEMPLATE: None, TOKENIZER: {"chat_template": named("rag", "tool_use")}}
 models(ALL, {"chat template: chosen by name": several}, asks_like("other .*"), task="math",
     chat_template_kwargs='{"chat_template": "rag"}')  # fmt: skip
