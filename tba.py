@@ -3886,7 +3886,7 @@ def read_dataset(name: str, config: Config) -> dict[str, Any]:
             files = build(cache_dir=cache).config.data_files
             used = {os.path.basename(file) for split in files for file in files[split]}
             stems = {name.split(".")[0] for name in used}  # datasets reads one format
-            for name in set(os.listdir(links)) - used:
+            for name in sorted(set(os.listdir(links)) - used):
                 stem, *suffixes = name.split(".")
                 if stem in stems and suffixes[:1] in (["csv"], ["tsv"], ["jsonl"], ["parquet"]):
                     raise ValueError(f"has {name} and {stem} in another format; name one file")
@@ -4538,7 +4538,8 @@ def add_flags(parser: argparse.ArgumentParser, owner: type) -> None:
     section = parser.add_argument_group(re.split(r"[.(]", owner.__doc__)[0])
     types = typing.get_type_hints(owner)
     for f in dataclasses.fields(owner):
-        kind, *_ = parts = typing.get_args(types[f.name]) or [types[f.name]]  # of `float | None`
+        parts = typing.get_args(types[f.name])  # of a Literal, or of `float | None`
+        kind = parts[0] if parts else types[f.name]
         options: dict[str, Any] = {}
         if kind is bool:
             options = {"type": string_to_bool, "nargs": "?", "const": True}
@@ -4927,12 +4928,14 @@ def finish(trainer: Trainer) -> None:
 TEXT = re.compile(r"\\(?:text[a-z]*|math(?:rm|bf)|mbox)\s*\{([^{}]*)\}")
 # the letter and the rest of "(B) 5" and \textbf{(B)}\ 5; "A: 5, B: 6" has none
 CHOICE = re.compile(
-    r"(?:(?:\\(?:text\w*|mathbf)\{|\\mathrm\{(?=\())?\(?([A-H])(?:[).:]\s*\}?|\}|$)(?!.*\b[A-H][).:]))?(.*)",
+    r"(?:(?:\\(?:text\w*|mathbf)\{|\\mathrm\{(?=\())?"
+    r"\(?([A-H])(?:[).:]\s*\}?|\}|$)(?!.*\b[A-H][).:]))?(.*)",
     re.DOTALL,
 )
 # a number after another with its unit, "3\text{ ft }2", or in a text, "5\text{ or 6}"; a time
 PARTS = (
-    r"\d\s*\\(?:text\w*|mathrm|mbox)\{(?:[^{}]*\d|(?!\s*(?:and|or|,|to)\s*\})[^{}]*[a-z][^{}]*\}\s*\d)"
+    r"\d\s*\\(?:text\w*|mathrm|mbox)\{"
+    r"(?:[^{}]*\d|(?!\s*(?:and|or|,|to)\s*\})[^{}]*[a-z][^{}]*\}\s*\d)"
     r"|^\d?\d:[0-5]\d(?!\d|.*:)"
 )
 TO_COMPUTE = r"\\(?:int|sum|prod|lim|det|gcd|max|min)(?![a-z])|vmatrix"
