@@ -4082,8 +4082,9 @@ def encode_demonstrations(task: Task) -> list[list[np.ndarray]]:
     for example, prompt_ids in zip(task.train, task.train_prompts, strict=True):
         texts = task.demonstrations(example)
         config.require(not isinstance(texts, str), "task", "demonstrations must be a list of texts")
-        prompt = task.prompt(example)
-        rows = [response_tokens(task, prompt, prompt_ids.tolist(), text) for text in texts]
+        rows = [
+            response_tokens(task, task.prompt(example), prompt_ids.tolist(), text) for text in texts
+        ]
         encoded.append([ids for ids in rows if len(ids) <= config.response_limit(prompt_ids)])
     most = max(map(len, encoded))
     problem = f"a prompt has {most} demonstrations"
@@ -4103,7 +4104,11 @@ def encode_prompts(task: Task, kind: str, examples: list) -> tuple[list, list]:
         prompts = [task.prompt(example) for example in examples[i : i + 1000]]
         rows = prompt_tokens("model", config, task.tokenizer, prompts)
         encoded += [np.array(ids, np.int32) for ids in rows]
-    config.require(all(map(len, encoded)), "dataset", "a prompt is empty (--attacker_prompt)")
+    config.require(
+        all(map(len, encoded)),
+        "dataset",
+        "a prompt is empty: check Task.template, or --attacker_prompt",
+    )
     limits = {
         "max_response_tokens": max(0, task.max_context - config.max_response_tokens - 1),
         "max_total_tokens": (config.max_total_tokens or math.inf) - 1,
@@ -4938,7 +4943,7 @@ PARTS = (
     r"(?:[^{}]*\d|(?!\s*(?:and|or|,|to)\s*\})[^{}]*[a-z][^{}]*\}\s*\d)"
     r"|^\d?\d:[0-5]\d(?!\d|.*:)"
 )
-TO_COMPUTE = r"\\(?:int|sum|prod|lim|det|gcd|max|min)(?![a-z])|vmatrix"
+UNEVALUATED = r"\\(?:int|sum|prod|lim|det|gcd|max|min)(?![a-z])|vmatrix"
 SPELLINGS = (  # what authors and models write, and what math_verify reads
     (r"(?<=\d)(\\[,;: ]|[~ ])(?=\d{3}(?!\d))", ""),  # 1\,200
     (r"(\.\d*)\\(?:overline|bar|dot)\{(\d+)\}", r"\1" + r"\2" * 20),  # 0.1\overline{6}
@@ -5037,7 +5042,7 @@ def units_of(answer: str) -> set:
 
 
 def differ(gold: str, answer: str) -> bool:
-    """Whether answers differ in what math_verify ignores: units, parts, what is not computed."""
+    """Whether answers differ in what math_verify ignores: units, parts, what is unevaluated."""
     gold_units, units = units_of(gold), units_of(answer)
     if gold_units - units and units - gold_units:
         return True
@@ -5049,8 +5054,9 @@ def differ(gold: str, answer: str) -> bool:
         return True
     # the sum that a problem asks for is no answer, unless its value follows
     without_limits = (re.sub(r"_\{[^{}]*\}", "", text) for text in (gold, answer))
-    gold_tasks, tasks = (re.findall(TO_COMPUTE, x.rpartition("=")[2]) for x in without_limits)
-    return not set(tasks) <= set(gold_tasks)
+    last_sides = (text.rpartition("=")[2] for text in without_limits)
+    in_gold, in_answer = (set(re.findall(UNEVALUATED, side)) for side in last_sides)
+    return not in_answer <= in_gold
 
 
 def with_indices(text: str) -> str:

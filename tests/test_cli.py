@@ -274,17 +274,11 @@ def test_a_folder_is_locked_for_one_run(tmp_path, monkeypatch):
         tba.lock_folder(resumed).close()
         (tmp_path / "run" / name).rmdir()
 
-    (tmp_path / "model").mkdir()
-    (tmp_path / "model" / "config.json").write_text("{}")
-    for found in (tmp_path / "run", tmp_path / "model"):
-        config.output_dir = str(found)
-        (found / "config.json").write_text("{}")
-        if found.name == "run":  # one that was killed before its first step
-            tba.lock_folder(config).close()
-        else:
-            with pytest.raises(tba.InputError, match=r"--output_dir .* not of a run"):
-                tba.lock_folder(config)
-    config.output_dir = str(tmp_path / "run")
+    (tmp_path / "run" / "config.json").write_text("{}")  # of one killed before its first step
+    tba.lock_folder(config).close()
+    (tmp_path / "config.json").write_text("{}")  # of a model, say
+    with pytest.raises(tba.InputError, match=r"--output_dir .* not of a run"):
+        tba.lock_folder(tba.settings(output_dir=str(tmp_path)))
 
     def no_locks(*_):
         raise OSError(errno.ENOLCK, "No locks available")
